@@ -97,7 +97,7 @@ async def serving(config: Config, folder: Path) -> AsyncIterator[Serving]:
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     launcher = LocalLauncher(logs, 0)
-    names = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
+    names = [f"engine-{i}" for i in range(config.rollout.engine.count)]
     cluster = Addresses(supervisor="", fleet="", buffer="", learner_host=launcher.host)
     job = RunContext(config, cluster, run_dir=str(folder), backend="gloo", started_in=os.getcwd(), pushed=True)
     engines: list[VllmEngine] = []

@@ -79,6 +79,6 @@ def _value(start: Config, key: str, rng: random.Random) -> int | float | str:
         case "learner.checkpoint_every":
             return rng.randint(1, 2 * start.learner.checkpoint_every)
         case "weightsync.cohort":
-            return rng.randint(0, start.rollout.engine.replicas)
+            return rng.randint(0, start.rollout.engine.count)
         case _:
             raise AssertionError(f"{key} is live, and chaos knows no values of it")

@@ -53,9 +53,10 @@ class OwnedFolder:
             self._lock = None
 
 
-def private_folder() -> OwnedFolder:
-    """A folder that only this user can read: in memory, where the host has a file system there."""
-    return OwnedFolder(SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()), PRIVATE)
+def private_folder(*, inherited: bool = False) -> OwnedFolder:
+    """A folder that only this user can read: in memory, where the host has a file system there. `inherited` as in `OwnedFolder`."""
+    root = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    return OwnedFolder(root, PRIVATE, inherited=inherited)
 
 
 def sweep(root: Path, prefix: str) -> None:

@@ -16,6 +16,7 @@ from .algorithm import Gae, needs_critic, needs_reference
 from .algorithm_checks import PYTHON_NAME as PYTHON_NAME
 from .algorithm_checks import group_problems, loss_problems, trace_problems
 from .backends import REPLAY, Fsdp2, Megatron, copy_ranks
+from .engine_checks import external_problems, option_problems
 from .environments import (
     Dataset,
     EnvironmentKind,
@@ -29,11 +30,8 @@ from .environments import (
 )
 from .reward import FIELDS, Judge, ModelReward, fields_of
 from .schema import (
-    ENGINE_OPTIONS,
-    SPLIT,
     Agent,
     Config,
-    OptionServers,
     ProgramSandbox,
     Transformers,
     Vllm,
@@ -52,13 +50,12 @@ SAMPLERS = ("sequential", "pools")
 ADDRESS = re.compile(r"tcp://[^\s/:@]+:(?:\d{1,5}|\*)|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}")
 LOOPBACK = re.compile(r"tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\]):")
 _PART_NAME = re.compile(r"[\w-]+")
-_OPTION = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def check(config: Config) -> None:
     """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
     for find in (
-        *(_values, _engine, _episode, _harbor, _evaluation, group_problems, _batch),
+        *(_values, option_problems, external_problems, _episode, _harbor, _evaluation, group_problems, _batch),
         *(loss_problems, trace_problems, _backend, _aux_models, _reward, _colocated),
     ):
         for problem in find(config):
@@ -94,23 +91,6 @@ def _values(config: Config) -> Iterator[str]:
             "weightsync.transport=shared is one copy in one host's memory, and launch.kind=ray_cluster spreads replicas over many; "
             "allowed there are broadcast, disk and delta"
         )
-
-
-def _engine(config: Config) -> Iterator[str]:
-    """Options of the inference server, whose own parser knows the rest."""
-    engine = config.rollout.engine
-    if not isinstance(engine, OptionServers):
-        return
-    for name, value in engine.options.items():
-        if not _OPTION.fullmatch(name):
-            yield (
-                f"{ENGINE_OPTIONS}.{name}: a name has small letters, digits and underscores, as max_num_batched_tokens for "
-                "--max-num-batched-tokens"
-            )
-        if value is None:
-            yield f"{ENGINE_OPTIONS}.{name}: null is no value; leave it out, or write false for a switch that is on"
-    if (ranks := engine.options.get(SPLIT, 1)) is True or not isinstance(ranks, int) or ranks < 1:
-        yield f"{ENGINE_OPTIONS}.{SPLIT}={ranks!r}: allowed are integers from 1 on"
 
 
 def _episode(config: Config) -> Iterator[str]:

@@ -28,6 +28,7 @@ from msgspec import inspect as reflect
 
 from ..errors import ConfigError
 from .checks import check
+from .engine_checks import SERVERS
 from .environments import (
     FILES,
     PLACES,
@@ -299,6 +300,8 @@ def _validate_section(value: Tree, section: reflect.StructType, path: str) -> No
         names_path = names_path or (issubclass(section.cls, Tasks) and key in (*PLACES, *FILES.get(section.cls, ())))
         if isinstance(item, str) and names_path:
             item = value[key] = _expanded(here + key, item)
+        if isinstance(item, dict) and here + key == SERVERS:
+            item |= {url: _expanded(SERVERS, file) for url, file in item.items() if isinstance(file, str)}
         _validate(item, annotations[key], default_tag(field), here + key)
     for field in section.fields:
         if field.required and field.name not in value:

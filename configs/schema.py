@@ -81,14 +81,25 @@ Partial = Literal["recompute", "keep_kv", "abort_resume"]
 
 
 class Servers(Section, frozen=True):
-    replicas: Positive = 1
-    """Servers to start with; `slipstream replicas RUN add|remove` changes their number while the run goes on."""
+    replicas: Positive | dict[str, str] = 1
+    """Servers to start with; `slipstream replicas RUN add|remove` changes their number while the run goes on. Or servers that
+    others start by `slipstream serve`: the URL of each and the file with its keys, `{https://HOST:PORT: FILE}`."""
     max_concurrent: Positive = 64
     """Sequences a server decodes at once."""
     memory: str = "128MiB"
     """KV cache: a size such as `128MiB` or `40GiB`, or a share of GPU memory such as `0.85`."""
     start_s: AboveZero = 180.0
     """Longest wait for a server to answer for the first time."""
+
+    @property
+    def external(self) -> dict[str, str]:
+        """Servers that others start, URL -> file with its keys; empty where the run starts its own."""
+        return self.replicas if isinstance(self.replicas, dict) else {}
+
+    @property
+    def count(self) -> int:
+        """Replicas to start with, of either sort."""
+        return self.replicas if isinstance(self.replicas, int) else len(self.replicas)
 
 
 ENGINE_OPTIONS = "rollout.engine.options"

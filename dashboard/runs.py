@@ -118,7 +118,7 @@ class WatchedRun:
                 "groups_per_batch": config.buffer.groups_per_batch,
                 "group_size": config.buffer.group_size,
                 "engine": config.rollout.engine.__struct_config__.tag,
-                "replicas": config.rollout.engine.replicas,
+                "replicas": config.rollout.engine.count,
                 "model": config.model.path,
             }
         found = {"name": self.name, "folder": str(self.folder), "active": self.is_active(), "error": error}

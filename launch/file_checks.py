@@ -36,6 +36,16 @@ def model_files(inputs: RunInputs) -> str:
     return config.model.path
 
 
+def server_keys(inputs: RunInputs) -> str:
+    """The files of keys of servers that others started."""
+    from ..configs.engine_checks import SERVERS
+    from ..rollout.engines.server_keys import read_all_keys
+
+    files = inputs.config.rollout.engine.external
+    read_all_keys(SERVERS, files)
+    return ", ".join(files.values()) or "none: this run starts its servers"
+
+
 def algorithm_files(inputs: RunInputs) -> str:
     """The modules of the user's own advantage and loss."""
     from ..common.targets import require_module

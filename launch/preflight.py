@@ -30,10 +30,18 @@ from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, HubError
 from .environment_checks import environment, prompt
-from .file_checks import agent_files, alert_program, algorithm_files, environment_files, model_files, reward_files
+from .file_checks import (
+    agent_files,
+    alert_program,
+    algorithm_files,
+    environment_files,
+    model_files,
+    reward_files,
+    server_keys,
+)
 from .launchers.local import claim_ports
 from .model_checks import agent, chat_format, learner, model
-from .resources import assign_gpus, collectives_of, gpus_of, needs_rendezvous_port, placed_by_ray
+from .resources import assign_gpus, collectives_of, gpus_of, needs_rendezvous_port, own_servers, placed_by_ray
 from .reward_check import check_reward_model
 from .run_inputs import RunInputs
 from .samplers import check_samplers
@@ -136,13 +144,19 @@ def engine(inputs: RunInputs) -> str:
     from ..rollout.engines import registry as servers
 
     config = inputs.config
-    chosen = config.rollout.engine
+    chosen, others = config.rollout.engine, ""
+    if chosen.external:
+        from .external_servers import check_servers
+
+        others = check_servers(config)
+        if not config.evaluation.every:  # else evaluations of checkpoints start a server here
+            return others
     kind, on_cpu = servers.kind_of(chosen), servers.serves_on_cpu(config)
     servers.command(config, servers.LOOPBACK, 0, seed=config.seed)
     servers.check_options(config)
     if kind == "vllm" and on_cpu and shutil.which("lscpu") is None:
         raise ConfigError("rollout.engine.kind: vllm on CPU needs the program `lscpu` on the PATH (package util-linux)")
-    return f"{kind} on {'CPU' if on_cpu else 'GPU'}, replicas: {chosen.replicas}"
+    return f"{kind} on {'CPU' if on_cpu else 'GPU'}, {others or f'replicas: {chosen.count}'}"
 
 
 def devices(inputs: RunInputs) -> str:
@@ -166,9 +180,8 @@ def memory(inputs: RunInputs) -> str:
     config = inputs.config
     free, chosen, model = psutil.virtual_memory().available, config.rollout.engine, config.reward
     needed: dict[str, float] = {}  # bytes
-    if servers.serves_on_cpu(config):
-        size = parse_memory(chosen.memory)
-        needed[f"rollout.engine.memory: {chosen.memory} for {chosen.replicas} replicas"] = size * chosen.replicas
+    if (count := own_servers(config)) and servers.serves_on_cpu(config):
+        needed[f"rollout.engine.memory: {chosen.memory} for {count} replicas"] = parse_memory(chosen.memory) * count
     if isinstance(model, ModelReward) and reward_server.serves_on_cpu():
         needed[f"{chosen.memory} for the reward server"] = parse_memory(chosen.memory)
     if sum(needed.values()) > free:
@@ -223,6 +236,7 @@ CHECKS = {
     "run folder": PreflightCheck(folder),
     "ports": PreflightCheck(ports),
     "alert program": PreflightCheck(alert_program),
+    "server keys": PreflightCheck(server_keys),
     "model files": PreflightCheck(model_files),
     "reward files": PreflightCheck(reward_files),
     "algorithm files": PreflightCheck(algorithm_files),
@@ -236,7 +250,7 @@ CHECKS = {
     "prompt": PreflightCheck(prompt, ("environment", "agent", "chat format")),
     "traces": PreflightCheck(check_traces, ("environment", "prompt")),
     "sampler": PreflightCheck(check_samplers, ("environment", "prompt")),
-    "engine": PreflightCheck(engine, ("model",)),
+    "engine": PreflightCheck(engine, ("model", "server keys")),
     "reward": PreflightCheck(check_reward_model, ("reward files", "environment", "model")),
     "devices": PreflightCheck(devices),
     "memory": PreflightCheck(memory, ("engine",)),

@@ -26,6 +26,7 @@ from msgspec import structs
 from ..common.fsio import write_atomic
 from ..common.scores import TaskRating
 from ..configs import Config
+from ..configs.engine_checks import require_own_servers
 from ..configs.environments import DataSection, without_placement
 from ..configs.evaluation import Evaluation
 from ..errors import ConfigError, Interrupted
@@ -70,6 +71,7 @@ def rate(config: Config, model: str, out: Path, samples: int, rows: int, bounds:
     """Rate the first `rows` rows (0: all) that `config` trains on, `samples` attempts each by `model`, as messages call it, and
     write those whose rate lies within `bounds` to `out`, with the columns `pass_rate` and `pass_attempts`. Raises ConfigError,
     RoleDied and Interrupted as `evaluate`."""
+    require_own_servers(config, "rate")
     low, high = bounds
     if not 0.0 <= low <= high <= 1.0:
         raise ConfigError(f"--min {low:g} --max {high:g}: allowed are rates from 0 to 1, the smaller one first")

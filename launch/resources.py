@@ -54,6 +54,11 @@ def ranks_of(engine: Servers) -> int:
     return engine.tensor_parallel if isinstance(engine, OptionServers) else 1
 
 
+def own_servers(config: Config) -> int:
+    """Replicas that the run starts itself: none where `rollout.engine.replicas` names servers that others started."""
+    return config.rollout.engine.count - len(config.rollout.engine.external)
+
+
 def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool = False) -> dict[str, int]:
     """Number of GPUs that each role needs, where `engines`, `learners` and the `reward` model use any."""
 
@@ -62,7 +67,7 @@ def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool =
 
     wanted = ranks("learner")
     if engines:
-        wanted |= {f"engine-{i}": ranks_of(config.rollout.engine) for i in range(config.rollout.engine.replicas)}
+        wanted |= {f"engine-{i}": ranks_of(config.rollout.engine) for i in range(own_servers(config))}
     if reward:
         wanted["reward"] = 1
     wanted |= ranks(*AUX_MODEL_KINDS)
@@ -120,7 +125,8 @@ def gpus_of(config: Config) -> dict[str, int]:
     device = config.learner.backend.device
     learners = device not in accelerator.ANYWHERE or (device == "auto" and accelerator.current() is not None)
     reward = isinstance(config.reward, ModelReward) and not reward_server.serves_on_cpu()
-    return needed_gpus(config, engines=not servers.serves_on_cpu(config), learners=learners, reward=reward)
+    engines = bool(own_servers(config) or config.evaluation.every) and not servers.serves_on_cpu(config)
+    return needed_gpus(config, engines=engines, learners=learners, reward=reward)
 
 
 def collectives_of(config: Config) -> CollectiveBackend:
@@ -142,7 +148,7 @@ def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> d
     if role.startswith("sft"):
         threads = max(1, cores // config.learner.backend.ranks)
     elif role.startswith(RANKED):  # which may compute at the same time
-        threads = max(1, (cores - config.rollout.engine.replicas) // sum(ranks_by_kind(config).values()))
+        threads = max(1, (cores - own_servers(config)) // sum(ranks_by_kind(config).values()))
     wanted = {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -30,6 +30,7 @@ from ..common.scores import EvaluationResult
 from ..common.tasks import in_thread
 from ..configs import RUN_CONFIG, Config, describe, differences, dump
 from ..configs.algorithm import plays_greedily
+from ..configs.engine_checks import require_own_servers
 from ..configs.environments import absolute_paths, without_placement
 from ..configs.evaluation import EvaluationSuite
 from ..configs.reward import EnvironmentReward, ModelReward
@@ -104,13 +105,16 @@ def refuse_active(run_dir: Path) -> None:
 
 
 def with_absolute_paths(config: C) -> C:
-    """`config` with absolute paths of model folders, of data and of programs, so that the run can be resumed from any directory."""
+    """`config` with absolute paths of model folders, keys, data and programs, so that the run can be resumed from any directory."""
     replace, model, reward, evaluation = msgspec.structs.replace, config.model, config.reward, config.evaluation
     suites = {
         name: replace(suite, env=absolute_paths(suite.env)) if suite.env else suite
         for name, suite in evaluation.suites.items()
     }
     config = replace(config, env=absolute_paths(config.env), evaluation=replace(evaluation, suites=suites))
+    if (engine := config.rollout.engine).external:
+        keys = {url: str(Path(file).absolute()) for url, file in engine.external.items()}
+        config = replace(config, rollout=replace(config.rollout, engine=replace(engine, replicas=keys)))
     if (sandbox := config.agent.sandbox).folder:
         sandbox = replace(sandbox, folder=str(Path(sandbox.folder).resolve()))
         config = replace(config, agent=replace(config.agent, sandbox=sandbox))
@@ -278,6 +282,7 @@ def read_ledger(run_dir: Path) -> LedgerReport:
 
 def evaluate(config: Config, label: str) -> list[EvaluationResult]:
     """Serve `model.path` and play the fresh tasks of every suite; the results in their order."""
+    require_own_servers(config, "eval")
     if not suites_of(config):
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")
     config = without_reward_model(config)

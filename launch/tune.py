@@ -22,6 +22,7 @@ import msgspec
 
 from ..common.fsio import write_atomic
 from ..configs import Config, load
+from ..configs.engine_checks import require_own_servers
 from ..errors import ConfigError, StateError
 from ..monitor.alerts import SETTLING
 from ..monitor.charts import TuningPoint, save_png, tuning
@@ -95,6 +96,7 @@ class Tuner:
         self._request, self._say, self._prober, self._clock = request, say, prober, clock
         self._config = load(request.source, request.overrides)
         refuse_colocated(self._config)
+        require_own_servers(self._config, "tune")
         if request.out.is_dir() and any(request.out.iterdir()):
             raise ConfigError(f"--out {request.out}: is not empty; name a new folder")
         writable("--out", str(request.out))

@@ -75,7 +75,7 @@ def fit_profile(run: RunRecords) -> RunProfile:
     times = read_times(run.database, run.since, {episode[0].group_id for episode in episodes})
     spans = read_run_spans(run.folder)
     served = [row["replicas"] for row in rows if row.get("replicas")]
-    replicas = max(1, round(sum(served) / len(served)) if served else config.rollout.engine.replicas)
+    replicas = max(1, round(sum(served) / len(served)) if served else config.rollout.engine.count)
     began = [_began(episode, times.leased) for episode in episodes]
     episode_s = float(np.mean([_ended(episode) - start for episode, start in zip(episodes, began, strict=True)]))
     measured = figures_of_rows(rows, episode_s)

@@ -75,11 +75,11 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             arrival_s=profile.engine.arrival_s,
             contention=profile.engine.contention,
             learner_contention=learner.contention,
-            replicas=engine.replicas,
+            replicas=engine.count,
             max_concurrent=engine.max_concurrent,
             limits=tuple(config.rollout.episode_limit(i, workers) for i in range(workers)),
             recompute=config.rollout.partial != "keep_kv",
-            cohort=config.weightsync.cohort or max(1, engine.replicas // QUARTER),
+            cohort=config.weightsync.cohort or max(1, engine.count // QUARTER),
             once_s=profile.push.once_s,
             cohort_s=profile.push.cohort_s,
             pause_s=profile.push.pause_s,
@@ -87,7 +87,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             deliver_s=profile.deliver_s,
             take_s=learner.take_s,
             step_s=tuple(seconds * learner.ranks / ranks for seconds in learner.seconds_per_token),
-            gpus=engine.replicas * profile.engine.ranks + ranks,
+            gpus=engine.count * profile.engine.ranks + ranks,
         )
 
     @property

@@ -124,6 +124,8 @@ def settings_of(config: Config) -> dict[str, bool | int | str]:
         value: object = config
         for part in key.split("."):
             value = getattr(value, part)
+        if isinstance(value, dict):  # of `rollout.engine.replicas`: servers that others started
+            value = len(value)
         assert isinstance(value, bool | int | str)
         found[key] = value
     return found

@@ -83,7 +83,7 @@ class EpisodePlayer:
         require_penalties(parts, rollout.failures)
         self.parts = tuple(parts)
         self.router = router
-        self.concurrency = rollout.engine.replicas * rollout.engine.max_concurrent
+        self.concurrency = rollout.engine.count * rollout.engine.max_concurrent
         self._agent = agent
         self._model = model
         self._make_session = make_session

@@ -27,6 +27,8 @@ from slipstream.launch.supervisor.heartbeat import Heartbeat, RoleFailed, StepRe
 from slipstream.launch.supervisor.processes import ProcessManager, RoleProcess
 from slipstream.launch.supervisor.settings import SettingsManager
 from slipstream.launch.supervisor.sockets import SupervisorSockets
+from slipstream.rollout.engines.access import ServerAccess
+from slipstream.rollout.engines.server_keys import make_server_keys
 from slipstream.rpc.client import RpcNotifier
 from slipstream.rpc.security import FILE, KeyPair, PeerTable, make_pair, read_pair
 from slipstream.rpc.server import RpcRequest, RpcServer
@@ -142,6 +144,26 @@ async def test_a_role_gets_the_tokens_that_it_may_use(run: Run, certified: list[
     assert tokens.request not in repr(tokens)
     context = msgspec.json.encode(run.context).decode()
     assert not any(secret in context for secret in (tokens.request, tokens.control, run.sockets.access.pair.secret))
+
+
+async def test_a_server_that_others_started_has_tokens_of_its_own(run: Run, tmp_path: Path) -> None:
+    keys, access = make_server_keys(tmp_path / "keys.json", "127.0.0.1"), run.sockets.access
+    access.admit_server("engine-0", keys)
+    assert access.access("engine-0") == keys.access
+    async with asyncio.timeout(2 * SOON):
+        run.become("worker-0")
+        granted = await request_access(run.context, "worker-0")
+        assert granted.of("engine-0", "") == msgspec.structs.replace(keys.access, control="")
+        assert granted.of("engine-1", "c0ffee") == ServerAccess(access.servers.request, "", "c0ffee")
+        run.become("learner-0")
+        assert (await request_access(run.context, "learner-0")).of("engine-0", "") == keys.access
+        run.become("reward")
+        assert (await request_access(run.context, "reward")).others == {}
+        run.become("engine-0", KeyPair(keys.public, keys.secret))
+        with pytest.raises(RequestRefused, match="engine-0 is a server that others started"):
+            await request_access(run.context, "engine-0")
+    assert access.directory.keys["engine-0"] == keys.public
+    assert keys.control not in repr(access.servers)
 
 
 async def test_the_key_of_a_process_before_and_foreign_ones_get_nothing(

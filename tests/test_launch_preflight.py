@@ -66,6 +66,7 @@ TYPOS = {
         "train",
         "run.on_alert=[no-such-program, --now]",
     ),
+    "rollout.engine.replicas: /": ("train", "rollout.engine.replicas={https://box1:8000: none.json}"),
     "agent.kind: cannot import 'my_agents' of 'my_agents:solve'": ("train", "agent.kind=my_agents:solve"),
     "model.path: 'no/such/model' is no folder in": ("train", "model.path=no/such/model"),
     "model.path: folder 'empty' holds no usable config: it has no config.json": ("eval", "model.path=empty"),

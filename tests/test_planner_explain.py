@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from slipstream.configs import load
+from slipstream.configs import changed, load
 from slipstream.planner.closed_form import estimate
 from slipstream.planner.engine import DecodeCurve
 from slipstream.planner.explain import gains
@@ -128,6 +128,9 @@ def test_servers_that_are_full_decode_more_at_once_or_get_another_beside_them() 
     assert found_in(busy) == []  # two cores, both in use
     more = found_in(busy, Hardware("cores", 3, 0, 3))[0]
     assert (more.rule, more.change, more.live) == ("more_replicas", "slipstream replicas runs/x add", True)
+    theirs = changed(busy.config(), ["rollout.engine.replicas={https://box1:8000: keys.json}"])
+    found = found_in(busy, Hardware("cores", 3, 0, 3), config=theirs)
+    assert {one.rule for one in found}.isdisjoint({"more_replicas", "other_split"})  # the run starts no server
 
 
 def test_slow_tools_come_before_what_hides_them() -> None:

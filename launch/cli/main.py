@@ -41,6 +41,7 @@ COMMANDS = {
     "doctor": ".doctor",
     "env": ".env",
     "config": ".config",
+    "serve": ".serve",
     "role": ".role",
     "program": ".program",
 }

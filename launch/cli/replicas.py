@@ -79,11 +79,12 @@ async def _list(control: ControlAddress, *, as_json: bool) -> None:
     table.columns[-1].overflow = "fold"
     for row in status.replicas:
         version, pid = ("-" if value is None else str(value) for value in (row.version, row.pid))
-        table.add_row(row.name, row.state, version, pid, f"{row.incarnation + 1} x", str(row.false_replies), row.url)
+        started = "by others" if row.external else f"{row.incarnation + 1} x"
+        table.add_row(row.name, row.state, version, pid, started, str(row.false_replies), row.url)
     open_console().print(table)
     for row in status.replicas:
         if row.distrusted:
-            print_line(f"{row.name} was ended once: {row.distrusted}")
+            print_line(f"{row.name} was {'left out' if row.external else 'ended'} once: {row.distrusted}")
 
 
 async def _add(control: ControlAddress, run_dir: Path, count: int, *, wait: bool) -> None:

@@ -4,6 +4,7 @@ Invariants:
 - The supervisor's own key pair and the tokens live as long as the supervisor.
 - A role's key is authorized before its process starts, and replaces the key of the process before.
 - Tokens leave this process over a guarded connection only, to the role that may have them: workers cannot push weights.
+- Servers that others started have tokens, a key and a certificate of their own, which the supervisor reads from their files.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from msgspec import structs
 from ...buffer.client_registry import SUPERVISOR
 from ...errors import RequestRefused
 from ...rollout.engines.access import ServerAccess, make_access
+from ...rollout.engines.server_keys import ServerKeys
 from ...rpc.client import RpcClient
 from ...rpc.pubsub import StatePublisher
 from ...rpc.security import PeerTable, make_pair
@@ -67,6 +69,12 @@ class AccessManager:
         certificates = {name: known for name, known in before.certificates.items() if name != role}
         self._publish(PeerDirectory(before.revision + 1, {**before.keys, role: key}, certificates))
 
+    def admit_server(self, name: str, keys: ServerKeys) -> None:
+        """The replica `name` is a server that others started: roles that use servers get its tokens, and it may acknowledge pushes.
+        Call before the first role starts."""
+        self.servers = structs.replace(self.servers, others={**self.servers.others, name: keys.access})
+        self.authorize(name, keys.public)
+
     def revoke(self, role: str) -> None:
         """The role has left the run."""
         before = self.directory
@@ -77,7 +85,7 @@ class AccessManager:
 
     def access(self, role: str) -> ServerAccess:
         """How the supervisor reaches the server `role`."""
-        return structs.replace(self.servers, certificate=self.directory.certificates.get(role, ""))
+        return self.servers.of(role, self.directory.certificates.get(role, ""))
 
     @contextlib.contextmanager
     def trusting(self, client: RpcClient, role: str) -> Iterator[None]:
@@ -111,15 +119,17 @@ class AccessManager:
     async def _grant(self, request: RpcRequest[RequestAccess]) -> AccessGranted:
         role = request.sender or ""
         kind = role.partition("-")[0]
+        if role in self.servers.others:
+            raise RequestRefused(f"{role} is a server that others started, with tokens of its own")
         if kind in SERVERS:
             if certificate := request.message.certificate:
                 known = self.directory
                 certificates = {**known.certificates, role: certificate}
                 self._publish(structs.replace(known, revision=known.revision + 1, certificates=certificates))
                 self._certified(role, certificate)
-            return AccessGranted(self.servers)
+            return AccessGranted(structs.replace(self.servers, others={}))  # it serves with the tokens of the run
         if kind in CONTROLLING:
             return AccessGranted(self.servers)
         if kind in REQUESTING:
-            return AccessGranted(structs.replace(self.servers, control=""))
+            return AccessGranted(self.servers.without_control)
         raise RequestRefused(f"{role} uses no server")

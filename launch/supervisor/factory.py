@@ -27,6 +27,7 @@ from ...configs.schema import Config, Fake, Model, Sglang, Transformers
 from ...configs.sft import SftConfig
 from ...errors import ConfigError
 from ...weightsync.fleet import FalseReplies, ReplicaInfo, ReportReplica, following_fleet
+from ..external_servers import push_address
 from ..peers import following_peers, request_access, trusting
 from ..resources import ranks_of
 from ..run_context import RunContext
@@ -82,7 +83,7 @@ def make_engine(
         partial=config.rollout.partial,
         scores_paused=isinstance(engine, Transformers | Fake),
         sleeps=config.launch.colocated,
-        access=structs.replace(access, certificate=replica.certificate),
+        access=access.of(replica.name, replica.certificate),
         versions=versions,
         routers=read_routers(config.model.path) if REPLAY in config.learner.backend.options else None,
     )
@@ -372,7 +373,7 @@ async def make_publisher(
             folder=context.dir / "weights",
             # A folder that all hosts see is seldom fast.
             spool=Path(tempfile.gettempdir()) if config.launch.hosts == "many" else context.dir,
-            host=context.addresses.learner_host,
+            host=push_address(config, context.addresses.learner_host),
             backend=context.backend,
             device=device,
             bucket_bytes=BUCKET_BYTES,

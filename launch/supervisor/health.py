@@ -2,7 +2,7 @@
 
 Invariants:
 - A role that is silent for `launch.heartbeat_s` is killed once, and the reason names its last reported wait. `ProcessManager`
-  restarts it, and probes the servers that send no heartbeats.
+  restarts it, and probes the servers that send no heartbeats. Those that others started are only missed.
 - A message that is no signal of a role of this run, or not of the role that sent it, changes nothing. Only the learner speaks of
   steps, checkpoints and replicas.
 - However many messages arrive, the event loop turns now and then.
@@ -169,7 +169,8 @@ class HealthMonitor:
             silent = [role for role in self._roles.values() if role.process and now > role.deadline]
             for role in silent:
                 role.error = role.error or _silence(role, now)
-                self._view.event(f"{role.name} is killed: {role.error}")
+                if role.external is None:
+                    self._view.event(f"{role.name} is killed: {role.error}")
                 role.deadline = float("inf")
             await asyncio.gather(*(role.process.kill() for role in silent if role.process))
             for line in self._watchdog.check(self.waits(), time.monotonic()):

@@ -151,7 +151,7 @@ class MetricsEndpoint:
             to.set("engine_false_replies_total", count, name)
         to.set("process_up", 1, "supervisor")
         for name, role in self._processes.roles.copy().items():
-            to.set("process_up", role.running, name)
+            to.set("process_up", role.running and (role.external is None or role.ready.is_set()), name)
             to.set("process_restarts_total", role.restarts, name)
         active = self._alerts.active
         for rule, severity in self._severities.items():

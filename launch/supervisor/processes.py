@@ -4,6 +4,8 @@ Invariants:
 - The roles of a failure domain live and die together.
 - A role is restarted `launch.restarts` times, unless a restart would fail in the same way.
 - A role that was asked to end is not restarted.
+- A server that others started is probed, and neither started nor ended. One that fails is missed until it answers again, however
+  often: `launch.restarts` is of processes of the run.
 - A role whose host is lost is started on another one, and that is none of its restarts if it had worked. An engine or worker waits
   for room as long as another of its kind runs; any other role ends the run after `PLACE_S`, and so does the last of a kind.
 - A process that SIGKILL does not end within `KILL_S` is reported; the run does not wait for it longer.
@@ -31,7 +33,8 @@ from ...monitor.terminal import View
 from ...rollout.engines.access import ServerAccess
 from ...rollout.engines.http_client import HttpClient, is_healthy
 from ..launchers.local import KILL_S, PLACE_S, Launcher, Placement, PlacementLost, ProcessHandle
-from ..resources import ranks_by_kind
+from ..resources import own_servers, ranks_by_kind
+from .external import UNWELL, ExternalServer
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class RoleProcess:
     environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     probe: tuple[str, str] | None = None  # URL and path at which a server without heartbeats answers while it is well
+    external: ExternalServer | None = None  # a server that others started
     on_ready: Callable[[], None] = lambda: None  # its process has answered the first probe
     on_end: Callable[[], None] = lambda: None  # its process has ended
     process: ProcessHandle | None = None
@@ -156,13 +160,17 @@ class ProcessManager:
             role.error, role.expected, role.exit_status = "", False, None
             role.served = None if role.served is None else False
             role.log_start = log_size(self._log(role))
-            command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", role.name, *role.arguments]
             start_s = self.config.rollout.engine.start_s if role.probe else self.config.launch.heartbeat_s
-            role.process = await self.launcher.start(role.name, command, role.environment)
+            if role.external is not None:
+                role.process = role.external.attach()
+            else:
+                command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", role.name, *role.arguments]
+                role.process = await self.launcher.start(role.name, command, role.environment)
             role.last_seen = time.monotonic()  # only now: its host may have taken long to answer
             role.deadline = role.last_seen + start_s
             role.waits, role.stuck_at = (), ""
-            self.view.status(role.name, f"started, pid {role.process.pid}")
+            started = f"started, pid {role.process.pid}"
+            self.view.status(role.name, f"at {role.external.url}" if role.external else started)
 
     async def _move(self, role: RoleProcess, error: PlacementLost) -> None:
         """Another place for `role`. Raises Stopped where it is asked to end meanwhile, PlacementLost where there is no room."""
@@ -186,6 +194,11 @@ class ProcessManager:
         the host of one is lost and there is no other, DeadlineExceeded where one survives SIGKILL."""
         restarts = self.config.launch.restarts
         while (failed := await self._failure(domain)) is not None:
+            if (server := failed.external) is not None:
+                if failed.ready.is_set():
+                    self.view.event(f"{failed.name} at {server.url} is missed until it is back: {failed.error}")
+                await self.start(*domain)
+                continue
             error = failed.error
             if not error and (failed.exit_status or 0) >= 0:
                 error = last_error(self._log(failed), failed.log_start)
@@ -254,7 +267,7 @@ class ProcessManager:
                 probing.cancel()
         role.deadline = float("inf")
         role.on_end()
-        self.view.status(role.name, describe(role.exit_status))
+        self.view.status(role.name, "missed" if role.external else describe(role.exit_status))
         ended_well = role.stopping or (role.exit_status == 0 and role.kind in FINISHING)
         return None if ended_well else role
 
@@ -273,6 +286,8 @@ class ProcessManager:
         while True:
             client.trust(self.access(role.name).certificate)  # known once the server has started
             well = await is_healthy(client, path)
+            if well and role.external is not None:
+                well = await role.external.is_ours(client)
             if role.deadline == float("inf"):  # it is being ended
                 return
             if well:
@@ -284,14 +299,14 @@ class ProcessManager:
                     role.on_ready()
             elif well is False and role.ready.is_set():
                 # `HealthMonitor` kills it.
-                role.deadline, role.error = time.monotonic(), "it answers that it is not well"
+                role.deadline, role.error = time.monotonic(), role.external.why if role.external else UNWELL
                 return
-            await asyncio.sleep(period if role.ready.is_set() else RETRY_S)
+            await asyncio.sleep(period if role.ready.is_set() or role.external else RETRY_S)
 
 
 def role_names(config: Config) -> list[str]:
     """The processes of a training run. Each listens on one port at most; ranks of an auxiliary model share one more."""
-    engines = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
+    engines = [f"engine-{i}" for i in range(own_servers(config))]
     models = [f"{kind}-{i}" for kind, ranks in ranks_by_kind(config).items() for i in range(ranks)]
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
     reward = ["reward"] if isinstance(config.reward, ModelReward) else []

@@ -1,6 +1,7 @@
 """The replicas of a run: they join, die, are restarted and leave, and the fleet state changes at once.
 
     add ──> a name, a placement ──> process ──> first answer ──> the learner pushes ──> served
+    attach ──> a name, a URL ──> first answer ──> requests of earlier runs are aborted ──> the learner pushes ──> served
     remove ──> draining: no new requests ──> requests in flight end with the tokens they have ──> process ends ──> gone
 
 Invariants:
@@ -9,21 +10,25 @@ Invariants:
 - A replica that goes on giving false replies is ended and started again like one that died. Reports about that process change
   nothing any more.
 - A server may answer and compute nothing: one that `MAX_MISSED_PUSHES` pushes in a row do not reach is restarted.
+- A server that others started (`external.py`) is neither started nor ended: where another is restarted, it is missed, and where
+  another is ended, it is let go.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...errors import with_deadline
+from ...configs.engine_checks import SERVERS
+from ...errors import ConfigError, DeadlineExceeded, EngineError, with_deadline
 from ...monitor.terminal import View
 from ...rollout.engines.http_engine import HttpEngine
 from ...rollout.suspicion import FleetSuspicion
 from ...weightsync.fleet import FalseReplies, Fleet, ReplicaInfo, ReplicaReport
 from ..launchers.local import Launcher, Placement
+from .external import ExternalServer
 from .fleet import FleetState, ReplicaListing
 from .pool import RolePool, Spawn
 from .processes import ProcessManager, RoleProcess
@@ -69,7 +74,22 @@ class ReplicaManager(RolePool):
         for name, placement in placements.items():
             await self.start(name, placement)
 
+    async def attach(self, servers: Mapping[str, ExternalServer]) -> None:
+        """Servers that others started join the run, by these names, the first of it."""
+        self.names(len(servers))
+        for name, server in servers.items():
+            role = RoleProcess(name, external=server, on_ready=functools.partial(self._take, name))
+            await self._begin(role, server.url)
+
     # --- commands -------------------------------------------------------------------------------------------------
+
+    async def add(self, count: int) -> list[str]:
+        if self.processes.config.rollout.engine.external:
+            raise ConfigError(
+                f"the servers of this run were started by others, and {SERVERS} names them; start another where one is missed, or "
+                "name more when the run is resumed"
+            )
+        return await super().add(count)
 
     async def remove(self, name: str) -> None:
         """Drain and end a replica. Returns at once; it leaves the fleet when its process has ended. Raises ConfigError where there
@@ -88,10 +108,12 @@ class ReplicaManager(RolePool):
         rows = []
         for info in self.fleet.replicas:
             role = self.processes.roles[info.name]
-            pid = role.process.pid if role.process and role.running else None
+            external = role.external is not None
+            pid = role.process.pid if role.process and role.running and not external else None
             false, why = self.suspicion.counts.get(info.name, 0), self._liars.get(info.name, (0, ""))[1]
             state = "asleep" if info.asleep and info.state == "serving" else info.state
-            rows.append(ReplicaListing(info.name, state, info.version, info.url, pid, info.incarnation, false, why))
+            number = info.incarnation
+            rows.append(ReplicaListing(info.name, state, info.version, info.url, pid, number, false, why, external))
         return rows
 
     @property
@@ -117,7 +139,8 @@ class ReplicaManager(RolePool):
                 self.view.event(f"{report.name} was left out of a push: {report.why}")
             self._state.lost(report.name, report.incarnation)
             role = self.processes.roles[report.name]
-            if report.missed_pushes >= MAX_MISSED_PUSHES and role.process is not None and not role.error:
+            failing = report.missed_pushes >= MAX_MISSED_PUSHES and role.external is None
+            if failing and role.process is not None and not role.error:
                 role.error = f"{report.missed_pushes} pushes in a row did not reach it, the last: {report.why}"
                 self.spawn(role.process.kill())  # `watch` restarts it
 
@@ -135,6 +158,8 @@ class ReplicaManager(RolePool):
             replica = self.processes.roles[name]
             if replica.process is not None and not replica.stopping:
                 replica.error = why
+                if replica.external is not None:
+                    replica.external.bar()
                 self.spawn(replica.process.kill())  # `watch` restarts it
 
     def _is_liar(self, info: ReplicaInfo) -> bool:
@@ -145,15 +170,15 @@ class ReplicaManager(RolePool):
 
     async def start(self, name: str, placement: Placement) -> None:
         url = f"{self.scheme}://{placement.address}"
-        role = self.processes.roles[name] = RoleProcess(
-            name,
-            self.environment(name, placement),
-            ("--listen", placement.address),
-            probe=(url, self.probe_path),
-            on_ready=functools.partial(self._ready, name),
-            on_end=functools.partial(self._state.died, name),
-            served=False if self.pushed else None,
-        )
+        environment, ready = self.environment(name, placement), functools.partial(self._ready, name)
+        await self._begin(RoleProcess(name, environment, ("--listen", placement.address), on_ready=ready), url)
+
+    async def _begin(self, role: RoleProcess, url: str) -> None:
+        """A replica at `url` is part of the run from now on."""
+        name = role.name
+        role.probe, role.on_end = (url, self.probe_path), functools.partial(self._state.died, name)
+        role.served = False if self.pushed else None
+        self.processes.roles[name] = role
         self._state.join(name, url)
         try:
             await self.processes.start(role)
@@ -175,6 +200,27 @@ class ReplicaManager(RolePool):
             if not self.pushed:
                 self._state.served(name, 0, info.incarnation)
 
+    def _take(self, name: str) -> None:
+        if (info := self._state.replica(name)) is not None:
+            self.spawn(self._clear(info, self.processes.roles[name]))
+
+    async def _clear(self, info: ReplicaInfo, role: RoleProcess) -> None:
+        """Have a server that others started drop what an earlier run left in it: requests, and keys and values of other weights
+        with the same versions. Then it is one of the fleet."""
+        why = ""
+        try:
+            await self._abort_requests(info, resume=True)
+        except (EngineError, DeadlineExceeded) as error:
+            why = f"it did not drop what an earlier run left: {error}"
+        now = self._state.replica(info.name)
+        if now is None or now.incarnation != info.incarnation:  # it was missed meanwhile
+            return
+        if why and role.process is not None:
+            role.error = why
+            await role.process.kill()
+        elif not why:
+            self._ready(info.name)
+
     async def _retire(self, info: ReplicaInfo, role: RoleProcess) -> None:
         if role.ready.is_set():
             try:
@@ -183,11 +229,14 @@ class ReplicaManager(RolePool):
                 log.warning("%s did not abort its requests: %s", info.name, error)
         await self.processes.stop(role, END_S)
 
-    async def _abort_requests(self, info: ReplicaInfo) -> None:
+    async def _abort_requests(self, info: ReplicaInfo, *, resume: bool = False) -> None:
         engine = self.make_engine(info)
         try:
             pause, waits_for = engine.pause("abort_resume"), f"{info.name} to abort its requests"
             await with_deadline(PAUSE_S, pause, who="the supervisor", waits_for=waits_for, hint="see its log")
+            if resume:
+                going, waits_for = engine.resume(), f"{info.name} to go on"
+                await with_deadline(PAUSE_S, going, who="the supervisor", waits_for=waits_for, hint="see its log")
         finally:
             await engine.close()
 

@@ -1,4 +1,5 @@
-"""What the inference servers use, which record nothing themselves: the supervisor started them, and reads it from the system."""
+"""What the inference servers use, which record nothing themselves: the supervisor reads it from the system, of
+those that it started."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class ServerUsage:
         return {"servers": {name: one for name, one in used.items() if one}}
 
     def _usage(self, role: RoleProcess) -> Usage | None:
-        if role.process is None or not role.running:
+        if role.process is None or not role.running or role.external is not None:
             return None
         cpu_s = rss = 0.0
         for process in self._tree(role.process.pid):

@@ -17,7 +17,7 @@
     MetricsServer     a scrape, in threads of its own            the run's end
 
 Invariants:
-- However a run ends, no process that it started is left.
+- However a run ends, no process that it started is left. Servers that others started go on.
 - The ranks of the learner and of the placed auxiliary models are one failure domain: a critic that died has lost steps that the
   policy has seen, so all resume from the last checkpoint.
 - A role that ends with a ConfigError ends the run, a replica only if it is the last: a restart would not help.
@@ -60,6 +60,7 @@ from ..run_context import Addresses, RunContext
 from .alert_monitor import AlertMonitor
 from .control import ControlServer
 from .evaluations import CheckpointEvaluations
+from .external import external_servers
 from .factory import make_engine
 from .health import HealthMonitor
 from .metrics_endpoint import MetricsEndpoint
@@ -205,6 +206,9 @@ class Supervisor:
         access = sockets.access
         self.launcher.authorize = access.authorize
         self._processes.access, self._processes.revoke = access.access, access.revoke
+        external = external_servers(self.config, self.view.event) if "buffer" in names else {}
+        for name, server in external.items():
+            access.admit_server(name, server.keys)
         alerts = AlertMonitor(self.run_dir, self.config, self.view)
         stack.push_async_callback(alerts.close)  # last of all: the others end meanwhile
         stack.push_async_callback(self._end)
@@ -259,6 +263,7 @@ class Supervisor:
         self._workers.prepare({name: self._placements[name] for name in names if name.startswith("worker-")})
         engines = replicas.names(sum(name.startswith("engine-") for name in names))
         await replicas.begin({name: self._placements[name] for name in engines}, spawn)
+        await replicas.attach(external)
         await plan(spawn)
 
     def _context(self, sockets: Addresses) -> RunContext:

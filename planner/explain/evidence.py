@@ -81,7 +81,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         if self.hardware.devices is None:
             return None
         ranks = self.config.learner.backend.ranks
-        return max(0, self.hardware.devices - self.hardware.others - self.replicas * self.replica_ranks - ranks)
+        serving = 0 if self.config.rollout.engine.external else self.replicas * self.replica_ranks
+        return max(0, self.hardware.devices - self.hardware.others - serving - ranks)
 
     @property
     def places(self) -> int:

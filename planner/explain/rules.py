@@ -216,6 +216,8 @@ def more_sequences(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Susp
 def more_replicas(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion | None:
     if e.measured.learner_wait <= WAITS or e.full < FULL or e.free is None or e.free < e.replica_ranks:
         return None
+    if e.config.rollout.engine.external:  # others start its servers, on devices that are not known here
+        return None
     override = f"rollout.engine.replicas={e.replicas + 1}"
     return Suspicion(
         rule="more_replicas",
@@ -246,7 +248,7 @@ def other_split(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspici
     m, ranks, unit = e.measured, e.config.learner.backend.ranks, max(e.replica_ranks, e.rank_copy)
     whole = unit % e.replica_ranks == 0 and unit % e.rank_copy == 0
     replicas = unit // e.replica_ranks
-    if not whole or (e.free or 0) >= min(e.replica_ranks, e.rank_copy):
+    if not whole or (e.free or 0) >= min(e.replica_ranks, e.rank_copy) or e.config.rollout.engine.external:
         return None
     if m.learner_wait <= WAITS and m.rollout_idle > EMPTY and e.replicas > replicas:
         split, text = (e.replicas - replicas, ranks + unit), "slots stand empty while the learner is busy"

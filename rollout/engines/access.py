@@ -9,14 +9,17 @@ Invariants:
 - The token for requests opens `REQUEST_PATHS` only, the one for control every path.
 - Tokens are in files of mode 0600, never in a command line or in an environment.
 - A client that was given a certificate talks to the server that has it, and to no other.
+- A server that `slipstream serve` started says at `DESCRIPTION_PATH`, to who has its token for control, what it was started for.
 - This file is imported by servers of other libraries: it needs nothing but msgspec.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import secrets
+import ssl
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +28,9 @@ import msgspec
 
 from ...common.owned_folders import PRIVATE_VARIABLE
 
-TOKENS, CERTIFICATE, KEY, OPTIONS = "engine.json", "tls.crt", "tls.key", "options.yaml"  # files in it
+# Files in a server's private folder.
+TOKENS, CERTIFICATE, KEY, OPTIONS, DESCRIPTION = "engine.json", "tls.crt", "tls.key", "options.yaml", "description.json"
+DESCRIPTION_PATH = "/slipstream/description"
 # What a worker asks a server: completions and scores, their end, its state. vLLM's paths and SGLang's.
 REQUEST_PATHS = frozenset(
     (
@@ -44,6 +49,9 @@ class ServerAccess(msgspec.Struct, frozen=True):
     request: str = ""  # the token for `REQUEST_PATHS`
     control: str = ""  # the token for all paths
     certificate: str = ""  # SHA-256 of the server's TLS certificate, in hex
+    others: dict[
+        str, ServerAccess
+    ] = {}  # what opens the servers of a run that others started, by the name of the replica
 
     def __repr__(self) -> str:
         return "ServerAccess(...)"  # logs must not show the tokens
@@ -52,6 +60,16 @@ class ServerAccess(msgspec.Struct, frozen=True):
     def headers(self) -> dict[str, str]:
         token = self.control or self.request
         return {"Authorization": f"Bearer {token}"} if token else {}
+
+    @property
+    def without_control(self) -> ServerAccess:
+        """What a worker is given."""
+        others = {name: one.without_control for name, one in self.others.items()}
+        return msgspec.structs.replace(self, control="", others=others)
+
+    def of(self, name: str, certificate: str) -> ServerAccess:
+        """What opens the replica `name`; one that the run started has `certificate`."""
+        return self.others.get(name) or msgspec.structs.replace(self, certificate=certificate, others={})
 
     def allows(self, path: str, authorization: bytes | None) -> int:
         """The status of a request to this server: 200, 401 without a token of this run, 403 with one for other paths."""
@@ -105,6 +123,18 @@ def own_access() -> ServerAccess:
     return msgspec.json.decode(Path(os.environ[PRIVATE_VARIABLE], TOKENS).read_bytes(), type=ServerAccess)
 
 
+def own_description() -> bytes:
+    """What this server answers at `DESCRIPTION_PATH`; empty for one that a run started. Raises OSError."""
+    folder = os.environ.get(PRIVATE_VARIABLE)
+    path = Path(folder, DESCRIPTION) if folder else None
+    return path.read_bytes() if path is not None and path.is_file() else b""
+
+
+def fingerprint(certificate: str) -> str:
+    """SHA-256, in hex, of a certificate in PEM. Raises ValueError: it is none."""
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate)).hexdigest()
+
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
 Send = Callable[[Scope], Awaitable[None]]
@@ -117,12 +147,17 @@ class TokenGuard:
     def __init__(self, app: App) -> None:
         self._app = app
         self._access = own_access()
+        self._description = own_description()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         headers = {bytes(name).lower(): bytes(value) for name, value in scope.get("headers", ())}
         status = self._access.allows(scope["path"], headers.get(b"authorization"))
+        if status == OK and self._description and (scope["type"], scope["path"]) == ("http", DESCRIPTION_PATH):
+            kind = (b"content-type", b"application/json")
+            await send({"type": "http.response.start", "status": OK, "headers": [kind]})
+            return await send({"type": "http.response.body", "body": self._description})
         if status == OK:
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":  # closed before it is accepted, the server answers 403

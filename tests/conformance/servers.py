@@ -23,7 +23,7 @@ from slipstream.common.process import set_parent_death_signal
 from slipstream.configs.schema import Agent, Config, Launch, Model, OptionServers, Partial, Rollout
 from slipstream.errors import DeadlineExceeded
 from slipstream.rollout.engines import registry as servers
-from slipstream.rollout.engines.access import ServerAccess, ServerFiles, make_access
+from slipstream.rollout.engines.access import DESCRIPTION, ServerAccess, ServerFiles, make_access, write_private
 from slipstream.rollout.engines.certificate import write_certificate
 from slipstream.rollout.engines.http_engine import HttpEngine
 from slipstream.tests import tiny
@@ -108,6 +108,7 @@ class Server:
         self._files = ServerFiles(tempfile.mkdtemp(dir=log.parent), tls=True)
         tokens = make_access()
         self._files.write(tokens)
+        write_private(Path(self._files.folder, DESCRIPTION), kind.name.encode())
         self.access = msgspec.structs.replace(tokens, certificate=write_certificate(self._files, HOST))
         self._process: subprocess.Popen[bytes] | None = None
         self.start()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from aiohttp import ClientSession, Fingerprint
 from slipstream.errors import EngineError
-from slipstream.rollout.engines.access import REQUEST_PATHS, ServerAccess
+from slipstream.rollout.engines.access import DESCRIPTION_PATH, REQUEST_PATHS, ServerAccess
 from slipstream.rollout.engines.http_client import ErrorStatus, HttpClient, is_healthy
 from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.replica import Replica
@@ -84,6 +84,16 @@ async def test_a_worker_samples_and_does_not_control(kind: Kind, replica: Replic
         replica.engine = owner
         await worker.close()
     assert await replica.serves(0)
+
+
+async def test_a_server_says_what_it_was_started_for_to_its_owner_only(kind: Kind, replica: Replica) -> None:
+    access, url = replica.server.access, f"{replica.server.url}{DESCRIPTION_PATH}"
+    pinned = Fingerprint(bytes.fromhex(access.certificate))
+    async with ClientSession() as http:
+        for headers, status in (({}, 401), (access.without_control.headers, 403), (access.headers, 200)):
+            async with http.get(url, headers=headers, ssl=pinned) as answer:
+                assert answer.status == status
+                assert (await answer.read() == kind.name.encode()) is (status == 200)
 
 
 async def test_only_the_server_with_the_pinned_certificate_is_talked_to(replica: Replica) -> None:

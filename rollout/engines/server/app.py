@@ -19,7 +19,7 @@ from aiohttp.typedefs import Middleware
 from ....errors import SlipstreamError
 from ....weightsync.plan import GroupPlan, TransferPlan
 from ....weightsync.staging import WeightStaging
-from ..access import OK, own_access
+from ..access import DESCRIPTION_PATH, OK, own_access, own_description
 from ..expert_codec import joined
 from ..http_engine import STREAM_INTERVAL
 from .contract import EngineServer
@@ -215,13 +215,15 @@ def _mode(request: web.Request) -> Mode:
 
 def guard() -> Middleware:
     """Lets only who has a token of this run use the server."""
-    access = own_access()
+    access, description = own_access(), own_description()
 
     @web.middleware
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         status = access.allows(request.path, request.headers.get("Authorization", "").encode())
+        if status == OK and request.path == DESCRIPTION_PATH and description:
+            return web.Response(body=description, content_type="application/json")
         return await handler(request) if status == OK else web.Response(status=status)
 
     return check

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..access import OK, ServerAccess, own_access
+from ..access import OK, ServerAccess, TokenGuard, own_access, own_description
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +96,15 @@ def _watch_schedulers(original: Callable[[Any], None], watchdog: Any) -> None:
 
 async def _listen(original: Callable[..., Awaitable[None]], server: Any, *args: Any, **kwargs: Any) -> None:
     """End when the port is taken. uvicorn gives up, but SGLang then waits ten minutes for a server to answer there. A scheduler's
-    own sockets use free ports, possibly this one before the server listens."""
+    own sockets use free ports, possibly this one before the server listens. A server that `slipstream serve` started answers
+    what it was started for."""
 
     async def end() -> None:
         logger.error("cannot listen at %s:%s; the server ends", server.config.host, server.config.port)
         os._exit(1)
 
+    if own_description():
+        server.config.loaded_app = TokenGuard(server.config.loaded_app)
     shutdown, server.lifespan.shutdown = server.lifespan.shutdown, end  # what uvicorn calls when it gives up
     await original(server, *args, **kwargs)
     server.lifespan.shutdown = shutdown

@@ -1,0 +1,79 @@
+"""Combinations of the keys of the inference servers that are impossible, see `checks`: their own options, and servers that others
+started.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..errors import ConfigError
+from .schema import ENGINE_OPTIONS, SPLIT, Config, OptionServers, Sglang
+
+SERVERS = (
+    "rollout.engine.replicas"  # the key that says how many servers a run starts, or names servers that others started
+)
+URL = re.compile(r"https://([\w.-]+):(\d{1,5})")  # of a server that others started: its host and its port
+_OPTION = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def option_problems(config: Config) -> Iterator[str]:
+    """Options of the inference server, whose own parser knows the rest."""
+    engine = config.rollout.engine
+    if not isinstance(engine, OptionServers):
+        return
+    for name, value in engine.options.items():
+        if not _OPTION.fullmatch(name):
+            yield (
+                f"{ENGINE_OPTIONS}.{name}: a name has small letters, digits and underscores, as max_num_batched_tokens for "
+                "--max-num-batched-tokens"
+            )
+        if value is None:
+            yield f"{ENGINE_OPTIONS}.{name}: null is no value; leave it out, or write false for a switch that is on"
+    if (ranks := engine.options.get(SPLIT, 1)) is True or not isinstance(ranks, int) or ranks < 1:
+        yield f"{ENGINE_OPTIONS}.{SPLIT}={ranks!r}: allowed are integers from 1 on"
+
+
+def external_problems(config: Config) -> Iterator[str]:
+    """Servers that others started."""
+    replicas = config.rollout.engine.replicas
+    if isinstance(replicas, int):
+        return
+    if not replicas:
+        yield f"{SERVERS}: names no server; allowed are {{https://HOST:PORT: FILE}} for each, and a number of servers to start"
+    for url, file in replicas.items():
+        if not is_server_url(url):
+            yield f"{SERVERS}: {url!r} is not of the form https://HOST:PORT"
+        if not file.strip():
+            yield f"{SERVERS}: {url} has no file with its keys; name the one that `slipstream serve` made"
+    if config.launch.colocated:
+        yield (
+            f"launch.kind=colocated: servers sleep there on the devices of the learner, and {SERVERS} names servers that others "
+            "started; allowed are local, ray and ray_cluster, or a number of servers to start"
+        )
+    if isinstance(config.rollout.engine, Sglang) and config.rollout.partial == "keep_kv":
+        yield (
+            f"rollout.partial=keep_kv with {SERVERS} that names SGLang servers of others: what an earlier run left in their caches "
+            "would pass for this one's; allowed are recompute and abort_resume"
+        )
+    if config.weightsync.transport == "shared":
+        yield (
+            f"weightsync.transport=shared is one copy in the learner's memory, and {SERVERS} names servers that others started, "
+            "which do not see it; allowed there are broadcast, and disk and delta where they see run.dir"
+        )
+
+
+def is_server_url(url: str) -> bool:
+    """Whether `url` may be that of a server that others start."""
+    found = URL.fullmatch(url)
+    return found is not None and 0 < int(found[2]) < 1 << 16
+
+
+def require_own_servers(config: Config, command: str) -> None:
+    """Raises ConfigError for a config of servers that others started, where `command` starts its own: theirs serve what a run has
+    pushed to them last."""
+    if config.rollout.engine.external:
+        raise ConfigError(
+            f"{SERVERS}: it names servers that others started, and `slipstream {command}` starts its own; allowed here is a number "
+            f"of servers, for example {SERVERS}=1"
+        )
