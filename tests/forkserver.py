@@ -124,7 +124,8 @@ NEVER_STARTS = {
 """Commands, or their first arguments, whose processes start no others of this package: these get no fork server of their own."""
 
 SERVED_BY_VLLM = re.compile("kind: (vllm|classifier|judge)")
-"""In the config of a run: engines, and what serves a reward model."""
+OTHER_ENGINE = re.compile("engine:\n +kind: (?!vllm)")
+"""In the config of a run: engines and reward models that vLLM serves, and an engine that is another."""
 
 INHERITED = (signal.SIGHUP, signal.SIGQUIT)
 """Signals that a process ignores from its start if its parent does, as `nohup` has it."""
@@ -179,9 +180,11 @@ def _runs_vllm(words: Sequence[str]) -> bool:
     match words[:2]:
         case ["resume", run]:
             return any(SERVED_BY_VLLM.search(path.read_text()) for path in Path(run).glob("*.yaml"))
-        case ["train" | "eval", _]:
+        case ["train" | "eval", source]:
             named = [word for word in words if "engine.kind=" in word or "engine={" in word]
             rewarded = any(word.startswith(("reward.kind=classifier", "reward.kind=judge")) for word in words)
+            if not named and Path(source).is_file() and OTHER_ENGINE.search(config := Path(source).read_text()):
+                return rewarded or SERVED_BY_VLLM.search(config) is not None
             return not named or rewarded or any("vllm" in word for word in named)
     return False
 
