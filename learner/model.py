@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -21,7 +21,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedModel,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
@@ -31,6 +30,9 @@ from ..common.modelscope import is_on_modelscope, local_folder, repository_of
 from ..common.routed_experts import FAMILIES, RouterShape, routers_of
 from ..errors import ConfigError
 from .hub import first_line, require_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # takes seconds to import, and a worker makes no model
 
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Other kinds (recurrent, linear, chunked) would leak state from one packed sequence into the next."""

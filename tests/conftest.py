@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 import shutil
 import signal
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if tiers.is_full(item):
             item.add_marker("full")
     items.sort(key=tiers.order)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What all test files have imported is not scanned by every collection: a backend that is closed makes one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

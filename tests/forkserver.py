@@ -30,6 +30,7 @@ import multiprocessing.util
 import os
 import pickle
 import random
+import re
 import runpy
 import signal
 import socket
@@ -56,6 +57,7 @@ OURS = (
     "slipstream.launch.supervisor.factory",
     "slipstream.launch.supervisor.supervisor",
     "slipstream.learner.fsdp2.backend",
+    "slipstream.learner.megatron.backend",
     "slipstream.learner.loop",
     "slipstream.buffer.service",
     "slipstream.rollout.worker",
@@ -100,8 +102,15 @@ IMAGES = {"ours": OURS, "vllm": (*OURS, *VLLM), "sglang": SGLANG}
 PADDING = "FORKSERVER_PADDING"
 """Makes room for the environment of forked processes where /proc/PID/environ reads it."""
 
-OWN = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", PADDING: "x" * 100_000}
-"""Environment of a fork server beside the requester's: threads are counted when libraries are loaded."""
+OWN = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    PADDING: "x" * 100_000,
+}
+"""Environment of a fork server beside the requester's: threads are counted when libraries are loaded, and a
+process that has asked CUDA itself whether there is a device cannot fork one that uses it."""
 
 FROM_VLLM = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
 """What vLLM reads when it is imported."""
@@ -113,6 +122,10 @@ NEVER_STARTS = {
     "workers": (),
 }
 """Commands, or their first arguments, whose processes start no others of this package: these get no fork server of their own."""
+
+SERVED_BY_VLLM = re.compile("kind: (vllm|classifier|judge)")
+OTHER_ENGINE = re.compile("engine:\n +kind: (?!vllm)")
+"""In the config of a run: engines and reward models that vLLM serves, and an engine that is another."""
 
 INHERITED = (signal.SIGHUP, signal.SIGQUIT)
 """Signals that a process ignores from its start if its parent does, as `nohup` has it."""
@@ -149,7 +162,10 @@ def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
         return "vllm"
     if kind == "-m" and what == "slipstream.launch.cli":
         return "vllm" if _runs_vllm(rest) else "ours"
-    if kind == "-m" and what.startswith("slipstream.rollout.engines."):
+    if kind == "-m" and what == "slipstream.common.process" and rest:  # it becomes the rest
+        became = image_of(rest, environment)
+        return became if became != "sglang" else None
+    if kind == "-m" and what.startswith(("slipstream.rollout.engines.", "slipstream.benchmarks.")):
         return "ours"
     if kind == "-m" and what == "pytest":
         return "ours"
@@ -163,10 +179,13 @@ def _runs_vllm(words: Sequence[str]) -> bool:
     """Whether this command starts vLLM's servers, as far as its words and its run's config tell."""
     match words[:2]:
         case ["resume", run]:
-            return any("kind: vllm" in path.read_text() for path in Path(run).glob("*.yaml"))
-        case ["train" | "eval", _]:
+            return any(SERVED_BY_VLLM.search(path.read_text()) for path in Path(run).glob("*.yaml"))
+        case ["train" | "eval", source]:
             named = [word for word in words if "engine.kind=" in word or "engine={" in word]
-            return not named or any("vllm" in word for word in named)
+            rewarded = any(word.startswith(("reward.kind=classifier", "reward.kind=judge")) for word in words)
+            if not named and Path(source).is_file() and OTHER_ENGINE.search(config := Path(source).read_text()):
+                return rewarded or SERVED_BY_VLLM.search(config) is not None
+            return not named or rewarded or any("vllm" in word for word in named)
     return False
 
 
@@ -217,6 +236,7 @@ _replace: Callable[..., Any] = os.execvpe
 def install() -> None:
     """Fork known commands from now on, in this process."""
     subprocess._fork_exec = _fork_or_execute  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = _fork_or_spawn
 
 
 @contextlib.contextmanager
@@ -293,8 +313,9 @@ def _fork_or_spawn(path: Any, command: Sequence[Any], passed: Sequence[int]) -> 
     return _spawn(path, command, passed)
 
 
-def _run_or_replace(file: str, command: Sequence[str], environment: dict[str, str]) -> None:
-    """In place of `os.execvpe`: a known command begins in this process, whose own work ends here."""
+def _run_or_replace(file: str, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
+    """In place of `os.execvpe` and `os.execvp`: a known command begins in this process, whose own work ends here."""
+    environment = dict(os.environ) if environment is None else environment
     if _server(command, environment) is None:
         _replace(file, command, environment)
     logging.root.handlers.clear()
@@ -445,6 +466,7 @@ def _own_server(image: str, passed: Sequence[int]) -> socket.socket | None:
     subprocess._fork_exec = _fork_or_execute  # type: ignore[attr-defined]
     multiprocessing.util.spawnv_passfds = _fork_or_spawn
     os.execvpe = _run_or_replace
+    os.execvp = _run_or_replace
     return None
 
 

@@ -155,12 +155,13 @@ def stored_trajectory(run_dir: Path, header: bytes, position: int, tokens: int) 
 def leftovers(run_dir: Path) -> list[str]:
     """Processes that still belong to the run, `ENDING_S` after it ended."""
     deadline = time.monotonic() + ENDING_S
-    while (found := _processes_of(run_dir)) and time.monotonic() < deadline:
+    while (found := processes_of(run_dir)) and time.monotonic() < deadline:
         time.sleep(0.05)  # the end of a process that is no child sets nothing that could be awaited
     return found
 
 
-def _processes_of(run_dir: Path) -> list[str]:
+def processes_of(run_dir: Path) -> list[str]:
+    """Processes that belong to the run now: their ids, and the beginnings of their commands."""
     found = []
     for process in psutil.process_iter():
         try:

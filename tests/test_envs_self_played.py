@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from msgspec import structs
 from slipstream.agents import Completion
 from slipstream.agents.base import Generate
 from slipstream.configs import load
 from slipstream.configs.environments import Inspect, PythonEnv, Verifiers, absolute_paths
-from slipstream.envs import Message, StepResult, Task, task_source
+from slipstream.envs import Message, StepResult, Task, TaskSource, task_source
+from slipstream.envs import check as check_module
 from slipstream.envs.adapters.inspect.env import PROGRAM
 from slipstream.envs.check import CHECKS, run_check, subject_of
 from slipstream.envs.scripted_endpoint import scripted_endpoint
@@ -148,19 +149,32 @@ def test_a_task_in_a_file_is_found_from_any_folder(tmp_path: Path, monkeypatch: 
 
 
 def verifiers(**options: object) -> Verifiers:
-    return Verifiers(taskset="mini_taskset", python=str(python_of("verifiers")), evaluation=0.0, **options)
+    return Verifiers(taskset="mini_taskset", python=str(python_of("verifiers")), evaluation=0.1, **options)
 
 
 def inspect(**options: object) -> Inspect:
     task = f"{HERE / 'inspect_tasks.py'}@doubles"
     return Inspect(
-        **{"task": task, "python": str(python_of("inspect")), "evaluation": 0.0, "score": "match", **options}
+        **{"task": task, "python": str(python_of("inspect")), "evaluation": 0.1, "score": "match", **options}
     )
 
 
-@pytest.fixture
-def _tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(HERE / "tasksets"))
+Shared = Callable[[Callable[[], Verifiers | Inspect]], TaskSource]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    """Of each library the environment that all tests of this file play, in one process: it takes seconds to import."""
+    sources = dict[Callable[[], Verifiers | Inspect], TaskSource]()
+
+    def source_of(make: Callable[[], Verifiers | Inspect]) -> TaskSource:
+        if make not in sources:
+            sources[make] = task_source(make(), "train", 0)
+        return sources[make]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE / "tasksets"))
+        yield source_of
 
 
 LIBRARIES = [
@@ -176,12 +190,11 @@ def answer_to(source: object) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("_tasksets")
 @pytest.mark.parametrize("make", LIBRARIES)
 async def test_the_library_plays_through_the_gateway(
-    play: Play, tokenizer: PreTrainedTokenizerBase, make: Callable[[], Verifiers | Inspect]
+    play: Play, tokenizer: PreTrainedTokenizerBase, shared: Shared, make: Callable[[], Verifiers | Inspect]
 ) -> None:
-    source = task_source(make(), "train", 0)
+    source = shared(make)
     right = answer_to(source)
     script = Script(tokenizer, lambda number: f"The answer is {right}")
     result = await play(source, generate=script)
@@ -197,38 +210,39 @@ async def test_the_library_plays_through_the_gateway(
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("_tasksets")
 @pytest.mark.parametrize("make", LIBRARIES)
 async def test_many_episodes_of_a_library_at_once(
-    tokenizer: PreTrainedTokenizerBase, make: Callable[[], Verifiers | Inspect]
+    tokenizer: PreTrainedTokenizerBase, shared: Shared, make: Callable[[], Verifiers | Inspect]
 ) -> None:
-    source = task_source(make(), "train", 0)
+    source = shared(make)
     right = answer_to(source)
 
     async def one(index: int) -> float:
         script = Script(tokenizer, lambda number: right if index % 2 else "1")
         return (await play_foreign(tokenizer, None, script, source, episode_s=240.0)).reward
 
-    assert await asyncio.gather(*map(one, range(24))) == [float(index % 2) for index in range(24)]
+    assert await asyncio.gather(*map(one, range(12))) == [float(index % 2) for index in range(12)]
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("_tasksets")
 @pytest.mark.parametrize("make", LIBRARIES)
-def test_a_library_keeps_the_contract(make: Callable[..., Verifiers | Inspect]) -> None:
-    """In one test: a library takes seconds to import."""
-    subject = subject_of(structs.replace(make(), evaluation=0.1), 0)
+def test_a_library_keeps_the_contract(
+    shared: Shared, make: Callable[[], Verifiers | Inspect], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With half of the episodes: each starts a process, which takes a second of CPU."""
+    monkeypatch.setattr(check_module, "EPISODES", 2)
+    shared(make)
+    subject = subject_of(make(), 0)
     for name in CHECKS:
         assert run_check(name, subject), name
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("_tasksets")
 @pytest.mark.parametrize("make", LIBRARIES)
 async def test_an_episode_of_a_library_that_is_cut_off_leaves_nothing(
-    play: Play, make: Callable[[], Verifiers | Inspect]
+    play: Play, shared: Shared, make: Callable[[], Verifiers | Inspect]
 ) -> None:
-    source = task_source(make(), "train", 0)
+    source = shared(make)
     await play(source, "1")
 
     def running() -> set[psutil.Process]:
@@ -248,23 +262,23 @@ async def test_an_episode_of_a_library_that_is_cut_off_leaves_nothing(
 
 @pytest.mark.full
 @needs("inspect")
-async def test_inspects_tools_scores_and_deaths(play: Play, tokenizer: PreTrainedTokenizerBase) -> None:
-    source = task_source(inspect(score="shape.calls"), "train", 0)
-    script = Script(tokenizer, [call("add", a=2, b=2), call("add", a="x"), "It is 4"].__getitem__)
+async def test_inspects_tools_metrics_and_deaths(
+    play: Play, shared: Shared, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = shared(inspect)
+    answer = f"It is {answer_to(source)}"
+    script = Script(tokenizer, [call("add", a=2, b=2), call("add", a="x"), answer].__getitem__)
     result = await play(source, generate=script)
-    assert (result.outcome.kind, result.outcome.detail, result.reward) == ("finished", "", 2.0)
+    assert (result.outcome.kind, result.outcome.detail, result.reward) == ("finished", "", 1.0)
     assert sampled(result) == [sum(len(ids) for _, ids in script.log)]
-    assert result.trajectories[0].metrics["shape.length"] == len("It is 4")
+    metrics = result.trajectories[0].metrics
+    assert (metrics["shape.length"], metrics["shape.calls"]) == (len(answer), 2.0)
     died = await play(source, call("add", a=99, b=1))
     assert (died.outcome.reason, "its process ended with status" in died.outcome.detail) == ("environment", True)
-    several = await play(task_source(inspect(score=""), "train", 0), "4")
-    assert "the sample has the scores match, shape.length, shape.calls; name" in several.outcome.detail
-    unknown = await play(task_source(inspect(score="other"), "train", 0), "4")
-    assert "the sample has no score 'other'" in unknown.outcome.detail
 
 
-IMPORTS = """
-import player, socket, sys, tempfile
+PROGRAM_OF_ITS_OWN = """
+import json, player, socket, sys, tempfile
 task = player.load(sys.argv[1], {})
 with socket.socket() as nobody, tempfile.TemporaryDirectory() as folder:
     nobody.bind(("127.0.0.1", 0))
@@ -272,22 +286,42 @@ with socket.socket() as nobody, tempfile.TemporaryDirectory() as folder:
     before = set(sys.modules)
     request = {"sample": 0, "url": f"http://127.0.0.1:{nobody.getsockname()[1]}/v1", "key": "k", "model": "policy"}
     played = player.play(task, request, {"folder": folder, "score": "match"})
-print(set(played), len(set(sys.modules) - before))
+print(json.dumps([list(played), len(set(sys.modules) - before)]))
+from inspect_ai.scorer import Score
+scores = {"match": Score(value="C"), "shape": Score(value={"length": 7, "calls": 2})}
+print(json.dumps([player.scored(scores, wanted) for wanted in ("shape.calls", "", "other")]))
 """
 
 
-@pytest.mark.full
-@needs("inspect")
-def test_the_process_of_a_sample_of_inspect_has_nothing_left_to_import() -> None:
-    """A thousand modules take two seconds of CPU, of each episode."""
+@pytest.fixture(scope="module")
+def of_player() -> tuple[list, list]:
+    """What it had to import for a sample, and what it makes of scores: as JSON, from a process that plays one."""
     program = subprocess.run(
-        [python_of("inspect"), "-c", IMPORTS, f"{HERE / 'inspect_tasks.py'}@doubles"],
+        [python_of("inspect"), "-c", PROGRAM_OF_ITS_OWN, f"{HERE / 'inspect_tasks.py'}@doubles"],
         env={**os.environ, "PYTHONPATH": str(Path(PROGRAM).parent), "INSPECT_EVAL_CTL_SERVER": "false"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert program.stdout.splitlines()[-1:] == ["{'error'} 0"], program.stderr
+    assert program.returncode == 0, program.stderr
+    imported, scored = map(json.loads, program.stdout.splitlines()[-2:])
+    return imported, scored
+
+
+@pytest.mark.full
+@needs("inspect")
+def test_the_process_of_a_sample_of_inspect_has_nothing_left_to_import(of_player: tuple[list, list]) -> None:
+    """A thousand modules take two seconds of CPU, of each episode."""
+    assert of_player[0] == [["error"], 0]
+
+
+@pytest.mark.full
+@needs("inspect")
+def test_the_reward_is_the_score_that_is_named(of_player: tuple[list, list]) -> None:
+    named, several, unknown = of_player[1]
+    assert named == {"reward": 2.0, "metrics": {"match": 1.0, "shape.length": 7.0, "shape.calls": 2.0}}
+    assert "the sample has the scores match, shape.length, shape.calls; name" in several["error"]
+    assert "the sample has no score 'other'" in unknown["error"]
 
 
 @pytest.mark.full

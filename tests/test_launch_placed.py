@@ -26,8 +26,8 @@ def test_a_critic_that_is_killed_and_one_that_is_put_elsewhere(tmp_path: Path) -
     policy, run = tiny_policy(tmp_path / "policy"), tmp_path / "run"
     keys = (
         "rollout.engine.kind=transformers",
-        "learner.steps=24",
-        "learner.checkpoint_every=10",
+        "learner.steps=14",
+        "learner.checkpoint_every=6",
         "learner.algorithm.overlong=250",  # so that something is earned
     )
     with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *PLACED, *keys) as going:
@@ -35,10 +35,10 @@ def test_a_critic_that_is_killed_and_one_that_is_put_elsewhere(tmp_path: Path) -
         going.until(
             lambda: "the learner's next request" in slipstream("waits", str(run), "--json").stdout, "idle roles"
         )
-        going.until_step(12)
+        going.until_step(7)
         before = {role: process.pid for role, process in going.roles().items()}
         going.kill("critic-1")
-        going.until(lambda: [row["step"] for row in metrics(run)].count(11) == 2, "step 11 for the second time")
+        going.until(lambda: [row["step"] for row in metrics(run)].count(7) == 2, "step 7 for the second time")
         after = {role: process.pid for role, process in going.roles().items()}
         output = going.output()
         assert going.process.returncode == 0, output
@@ -48,16 +48,16 @@ def test_a_critic_that_is_killed_and_one_that_is_put_elsewhere(tmp_path: Path) -
     assert {role for role in before if before[role] != after[role]} == gang
     assert leftovers(run) == []
     rows = metrics(run)
-    again = [row["step"] for row in rows].index(11, 11)
-    assert [row["step"] for row in rows[:11]] == list(range(1, 12))
-    assert [row["step"] for row in rows[again:]] == list(range(11, 25))
+    again = [row["step"] for row in rows].index(7, 7)
+    assert [row["step"] for row in rows[:7]] == list(range(1, 8))
+    assert [row["step"] for row in rows[again:]] == list(range(7, 15))
     assert all(row["value_loss"] > 0 for row in rows)
     assert all(row["kl_reference"] > 0 for row in rows[1:])
     check_accounts(run)
     beside = run / "checkpoints" / "beside"
-    assert sorted(path.name for path in beside.iterdir()) == ["step-00000020", "step-00000024"]
-    slipstream("resume", str(run), "learner.steps=26", "learner.aux_models={critic: 0, reference: 0}")
-    assert [row["step"] for row in metrics(run)][-2:] == [25, 26]
+    assert sorted(path.name for path in beside.iterdir()) == ["step-00000012", "step-00000014"]
+    slipstream("resume", str(run), "learner.steps=16", "learner.aux_models={critic: 0, reference: 0}")
+    assert [row["step"] for row in metrics(run)][-2:] == [15, 16]
     check_accounts(run)
     assert leftovers(run) == []
 

@@ -24,6 +24,7 @@ from slipstream.tests.runs import (
     ledger,
     leftovers,
     metrics,
+    processes_of,
     query,
 )
 from slipstream.tests.test_examples import example
@@ -38,7 +39,7 @@ def configured(policy: Path, run: Path, *overrides: str) -> Config:
 def roles(run: Path) -> dict[str, psutil.Process]:
     """The processes of a run by the names of their roles: the oldest of each."""
     found = dict[str, psutil.Process]()
-    for line in leftovers(run):
+    for line in processes_of(run):
         with contextlib.suppress(psutil.Error):  # it may end while it is looked at
             process = psutil.Process(int(line.split()[0]))
             role = process.environ()["SLIPSTREAM_ROLE"]

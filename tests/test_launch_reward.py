@@ -30,7 +30,7 @@ def classifier(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_whose_reward_server_is_killed(policy: Path, classifier: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    own = ("rollout.engine.kind=transformers", "learner.steps=14")
+    own = ("rollout.engine.kind=transformers", "learner.steps=8")
     model = (
         "reward.kind=classifier",
         f"reward.path={classifier}",
@@ -43,7 +43,7 @@ def test_a_run_whose_reward_server_is_killed(policy: Path, classifier: Path, tmp
         assert going.process.returncode == 0, output
     assert "reward ended with SIGKILL" in output
     assert leftovers(run) == []
-    assert [row["step"] for row in metrics(run)] == list(range(1, 15))
+    assert [row["step"] for row in metrics(run)] == list(range(1, 9))
     check_accounts(run)
     # Nothing failed by the death of the server. The classifier makes NaN of one token in a thousand, which the policy says in most
     # runs of this length, and not in all.

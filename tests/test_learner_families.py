@@ -65,7 +65,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS,
     "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "sliding_window": 8},
     "gemma3_text": {"query_pre_attn_scalar": 8},
-    "gemma4_text": {},
+    "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
     "phi3": {},
     "olmo2": {},
     "olmo3": {},

@@ -12,6 +12,7 @@ from typing import get_args
 import msgspec
 import pytest
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
+from slipstream.rollout.engines import http_client
 from slipstream.rollout.engines.base import EngineFailure, FalseReply, SamplingParams
 from slipstream.rollout.engines.fake.faults import (
     NO_FAULTS,
@@ -339,7 +340,10 @@ async def test_a_death_at_a_request_is_reported_at_once(serve: Callable[..., Ser
         assert await server.ended() == -signal.SIGKILL
 
 
-async def test_a_frozen_server_answers_no_request_until_it_thaws(serve: Callable[..., Server]) -> None:
+async def test_a_frozen_server_answers_no_request_until_it_thaws(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "ABORT_S", 1.0)
     server = serve(Fault(at="token", do="freeze", nth=20))
     await server.wait_ready()
     async with client(server, request_s=2.0) as engine:
@@ -357,7 +361,7 @@ async def test_starts_that_are_late_refused_or_deadly(serve: Callable[..., Serve
     refused, dies = serve(Fault(at="start", do="refuse")), serve(Fault(at="start", do="die"))
     async with client(serve(Fault(at="start", do="delay", seconds=60.0))) as engine:
         with pytest.raises(DeadlineExceeded, match="its server to start"):
-            await engine.wait_ready(10.0)
+            await engine.wait_ready(4.0)
     assert await refused.ended() == 1
     assert "EngineError: scripted fault: refused to start" in refused.tail()
     assert await dies.ended() == -signal.SIGKILL

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,25 @@ def make_client(
         sleeps=sleeps,
         access=access,
     )
+
+
+def alive_after(seconds: float, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those of `processes` that have not ended within `seconds`. One that its parent has not asked for yet has ended: the parent of
+    an orphan may be slow."""
+    deadline, alive = time.monotonic() + seconds, list[psutil.Process]()
+    for process in processes:
+        try:
+            end = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ended = select.poll()
+            ended.register(end, select.POLLIN)
+            if not ended.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
+                alive.append(process)
+        finally:
+            os.close(end)
+    return alive
 
 
 class Server:
@@ -214,6 +236,6 @@ class Server:
                 pass
         if self._process is not None:
             self._process.wait(30)
-        _, alive = psutil.wait_procs(family, 30)
+        alive = alive_after(30, family)
         assert alive == [], f"processes of {self.kind.name} that SIGKILL did not end: {alive}"
         self._temporary.cleanup()

@@ -5,17 +5,19 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
 from slipstream.errors import DeadlineExceeded, EngineError
+from slipstream.rollout.engines import http_client
 from slipstream.rollout.engines.base import EngineFailure, SamplingParams
-from slipstream.rollout.engines.http_client import ABORT_S
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import GREEDY, PROMPTS, Replica, Weights, join
-from slipstream.tests.conformance.servers import Server, make_client
+from slipstream.tests.conformance.servers import Server, alive_after, make_client
+
+ABORT_S = 1.0
+"""Longest wait for a frozen server to confirm an abort."""
 
 LATE_S = 5.0
 """How much later than planned the test's own process may run: it shares two cores with servers that start and decode."""
@@ -62,7 +64,10 @@ async def assert_goes_on_elsewhere(
     assert reference.error(rows, whole.token_ids, whole.logprobs) <= TOLERANCE
 
 
-async def test_a_frozen_server_is_named_at_the_deadline(kind: Kind, doomed: Replica, victim: Server) -> None:
+async def test_a_frozen_server_is_named_at_the_deadline(
+    kind: Kind, doomed: Replica, victim: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "ABORT_S", ABORT_S)
     hasty = victim.client("hasty", request_s=1.0)
     victim.freeze()
     try:
@@ -124,6 +129,5 @@ async def test_a_death_is_reported_within_a_second_and_its_requests_continue_els
     with pytest.raises(EngineError):
         await asyncio.wait_for(doomed.engine.generate(PROMPTS[0], GREEDY, version=doomed.version), 1 + LATE_S)
     if killed == "server":
-        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 60)
-        assert alive == []  # no process of it is left
+        assert await asyncio.to_thread(alive_after, 60, family) == []  # no process of it is left
     victim.close()
