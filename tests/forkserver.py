@@ -160,13 +160,15 @@ def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
 
 
 def _runs_vllm(words: Sequence[str]) -> bool:
-    """Whether this command starts vLLM's servers, as far as its words and its run's config tell."""
+    """Whether this command starts vLLM's servers, as far as its words and its run's config tell. A reward model is served by vLLM
+    beside any engine."""
     match words[:2]:
         case ["resume", run]:
             return any("kind: vllm" in path.read_text() for path in Path(run).glob("*.yaml"))
         case ["train" | "eval", _]:
             named = [word for word in words if "engine.kind=" in word or "engine={" in word]
-            return not named or any("vllm" in word for word in named)
+            judged = any(word.startswith(("reward.kind=classifier", "reward.kind=judge")) for word in words)
+            return judged or not named or any("vllm" in word for word in named)
     return False
 
 
