@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from slipstream.chaos.hosts import Hosts
 from slipstream.rpc.security import make_pair
+from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
 from slipstream.tests.runs import check_accounts, tiny_policy
 from slipstream.tests.secrets_search import (
@@ -138,8 +139,8 @@ def test_no_frame_between_hosts_holds_a_secret(tmp_path: Path) -> None:
     arguments = (f"model.path={policy}", *CLUSTER, *settings)
     run_dir = tmp_path / "run"
     collector = SecretCollector(run_dir)
-    with Hosts([1, 1, 2], tmp_path / "hosts") as hosts, captured(hosts, tmp_path) as files:
-        with collector, HostedRun(hosts, run_dir, "chaos", *arguments) as run:
+    with forkgate.gated(), Hosts([1, 1, 2], tmp_path / "hosts") as hosts, captured(hosts, tmp_path) as files:
+        with collector, HostedRun(hosts, run_dir, "chaos", *arguments, executed=True) as run:
             run.until_steps(2)
             assert run.places() == {"buffer": 0, "worker-0": 1, "engine-0": 2, "learner-0": 2}
             collector.add_supervisor(run.process.pid)

@@ -20,6 +20,7 @@ from slipstream.chaos.hosts import Hosts, Namespaces
 from slipstream.chaos.switch import LinkState
 from slipstream.errors import ConfigError
 from slipstream.launch.supervisor.factory import CLIENT_FACTORY
+from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
 from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
 
@@ -118,6 +119,13 @@ def test_hosts_of_a_user_who_may_make_no_namespaces(tmp_path: Path, monkeypatch:
     assert not any(process.is_running() for process in before[0])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def gated() -> Iterator[None]:
+    """Roles are forked. A run whose processes are all started as users start them is in test_docs.py."""
+    with forkgate.gated():
+        yield
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("policy") / "policy")
@@ -128,7 +136,7 @@ def check_audit(run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+def four(gated: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Hosts of three CPUs each, which put the ranks of the learner on different ones: each is filled before the next. For runs one
     after the other, of which none harms a host."""
     with Hosts([3, 3, 3, 3], tmp_path_factory.mktemp("hosts") / "hosts") as hosts:

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 import psutil
+from slipstream.tests import forkgate
 from slipstream.tests.runs import (
     ENDLESS,
     SMALL,
@@ -130,7 +131,7 @@ def test_replicas_come_and_go_under_ray(policy: Path, tmp_path: Path) -> None:
     """And every role follows a change of settings there."""
     run = tmp_path / "run"
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *ENGINE, "launch.kind=ray")
-    with Background(*arguments, ENDLESS) as going:
+    with forkgate.gated(), Background(*arguments, ENDLESS) as going:
         going.until_step(1)
         changes = ("buffer.max_staleness=0", "learner.optimizer.lr=1e-5")
         at = json.loads(slipstream("set", str(run), *changes, "--json").stdout)[0]["version"]

@@ -21,7 +21,7 @@ from slipstream.launch.explain import explain_or_say_why
 from slipstream.learner.metrics import StepMetrics
 from slipstream.monitor.series import read_evaluations
 from slipstream.monitor.timeline import read_series, read_spans
-from slipstream.tests import forkserver
+from slipstream.tests import forkgate, forkserver
 from slipstream.tests.dashboards import check_dashboard, check_written
 from slipstream.tests.reports import evaluations_in, recorded_in
 from slipstream.tests.runs import (
@@ -316,7 +316,8 @@ def test_a_run_on_every_kind_of_server(kind: str, policy: Path, tmp_path: Path) 
 def test_the_same_run_under_ray(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     small = (*SMALL, "launch.kind=ray", "learner.steps=3")
-    slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small)
+    with forkgate.gated():
+        slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small)
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     check_accounts(run)
     check_staleness(run)
@@ -329,7 +330,8 @@ def test_checkpoints_are_evaluated_under_ray(policy: Path, tmp_path: Path) -> No
     run = tmp_path / "run"
     small = (*SMALL, "launch.kind=ray_cluster", "rollout.engine.kind=transformers", "learner.backend.device=cpu")
     often = ("learner.steps=4", "evaluation.every=2", "evaluation.tasks=4")
-    slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small, *often)
+    with forkgate.gated():
+        slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small, *often)
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
     found = read_evaluations(run / evaluations.FILE)
     assert [(one.label, one.step) for one in found] == [("warm start", 0), ("step 2", 2), ("final", 4)]
