@@ -107,6 +107,11 @@ def python() -> str:
     return os.environ.get(STAND_IN, sys.executable)
 
 
+def programs() -> list[str]:
+    """Folders for the front of a PATH, on which `slipstream` is forked inside of `gated`."""
+    return [str(Path(os.environ[STAND_IN]).parent / "bin")] if STAND_IN in os.environ else []
+
+
 @functools.cache
 def _gate() -> dict[str, str]:
     """The variables of processes inside of `gated`. Opens the gate."""
@@ -115,6 +120,10 @@ def _gate() -> dict[str, str]:
     stand_in, gate = folder / "python", folder / "gate"
     stand_in.write_text(f"#!{sys.executable} -IS\n{Path(__file__).with_name('stand_in.py').read_text()}")
     stand_in.chmod(0o755)
+    program = folder / "bin" / "slipstream"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{stand_in}" -P -m slipstream.launch.cli "$@"\n')
+    program.chmod(0o755)
     process = subprocess.Popen([sys.executable, GATE_FLAG, str(gate)], stdin=subprocess.DEVNULL)
     atexit.register(process.kill)
     until = time.monotonic() + STARTED_S
