@@ -1,9 +1,9 @@
 """Forked processes where a fork server is no ancestor of who starts them: the roles of a run that Ray starts, on hosts that are
 namespaces, too.
 
-A run's supervisor gives Ray the command of a role, which begins with the Python that the supervisor runs in. Inside of `gated` that is
-`stand_in.py`, which connects to the *gate* and asks for the process. The gate is forked from the fork server of the tests, and forks
-from itself what it is asked for:
+A run's supervisor gives Ray the command of a role, which begins with the Python that the supervisor runs in. Inside of `gated` that
+is `stand_in.py`, which connects to the *gate* and asks for the process. The gate is forked from the fork server of the tests, and
+forks from itself what it is asked for:
 
     pytest ──> fork server ──forks──> gate <──asks── stand-in, a child of Ray's actor
                                         └──forks──> `slipstream role learner-0`, in the namespaces of the stand-in
@@ -221,7 +221,8 @@ def _asked(stand_in: socket.socket) -> tuple[Asked | None, list[int]]:
 
 
 def _is_forked(asked: Asked) -> bool:
-    """Other folders on PYTHONPATH than the gate's may only customize Python. What starts engines of vLLM starts none here: Ray does."""
+    """Other folders on PYTHONPATH than the gate's may only customize Python. What elsewhere starts vLLM's engines starts none
+    here: Ray does."""
     added, ours = _added(asked.environment), os.environ.get("PYTHONPATH")
     if any(not os.path.isdir(folder) or {*os.listdir(folder)} - {CUSTOM, "__pycache__"} for folder in added):
         return False

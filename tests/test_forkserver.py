@@ -148,7 +148,13 @@ def test_by_a_gate_it_is_what_its_stand_in_asks_for(tmp_path) -> None:
         out, _ = process.communicate("typed")
     assert process.returncode == 7
     shown = json.loads(out)
-    wanted = {"argv": ["-c", "a"], "executable": sys.executable, "folder": str(tmp_path), "ours": "yes", "read": "typed"}
+    wanted = {
+        "argv": ["-c", "a"],
+        "executable": sys.executable,
+        "folder": str(tmp_path),
+        "ours": "yes",
+        "read": "typed",
+    }
     assert {key: shown[key] for key in wanted} == wanted
     assert shown["leader"]
     assert shown["fds"] == []

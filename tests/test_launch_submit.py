@@ -465,9 +465,7 @@ def test_submitting_to_kubernetes(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(
-    gated: None, policy: Path, tmp_path: Path
-) -> None:
+def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(gated: None, policy: Path, tmp_path: Path) -> None:
     """Kubernetes is a stand-in, see fake_kuberay.py; the manifest, Ray and the run are real. All pods are lost after the second
     step; KubeRay makes another cluster, and the run goes on there."""
     run, output = tmp_path / "runs" / "mine", tmp_path / "output"
