@@ -88,12 +88,12 @@ class Forked:
 
 
 @contextlib.contextmanager
-def gated() -> Iterator[None]:
-    """Roles of runs that Ray starts are forked, and so are commands that begin with `python()`."""
+def gated(image: str = "ours") -> Iterator[None]:
+    """With a gate of this image, roles of runs that Ray starts are forked, and so are commands that begin with `python()`."""
     if not forkserver.installed():
         yield
         return
-    new = {name: value for name, value in _gate().items() if name not in os.environ}
+    new = {name: value for name, value in _gate(image).items() if name not in os.environ}
     os.environ.update(new)
     try:
         yield
@@ -113,18 +113,21 @@ def programs() -> list[str]:
 
 
 @functools.cache
-def _gate() -> dict[str, str]:
+def _gate(image: str) -> dict[str, str]:
     """The variables of processes inside of `gated`. Opens the gate."""
     folder = Path(tempfile.mkdtemp(prefix="slipstream-gate-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     stand_in, gate = folder / "python", folder / "gate"
     stand_in.write_text(f"#!{sys.executable} -IS\n{Path(__file__).with_name('stand_in.py').read_text()}")
     stand_in.chmod(0o755)
-    program = folder / "bin" / "slipstream"
+    supervisor, program = folder / "supervisor", folder / "bin" / "slipstream"
+    executed = f'"{sys.executable}" -P -c "{SUPERVISOR}"'  # instead of `python -P -m slipstream.launch.cli`
+    supervisor.write_text(f'#!/bin/sh\nshift 3\nexec {executed} "$@"\n')
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{stand_in}" -P -m slipstream.launch.cli "$@"\n')
-    program.chmod(0o755)
-    process = subprocess.Popen([sys.executable, GATE_FLAG, str(gate)], stdin=subprocess.DEVNULL)
+    for script in (supervisor, program):
+        script.chmod(0o755)
+    process = subprocess.Popen([sys.executable, GATE_FLAG, str(gate), image], stdin=subprocess.DEVNULL)
     atexit.register(process.kill)
     until = time.monotonic() + STARTED_S
     while not gate.exists():
@@ -137,8 +140,8 @@ def _gate() -> dict[str, str]:
 # --- in the gate ------------------------------------------------------------------------------------------------------
 
 
-def serve_gate(path: str) -> Request:
-    """Fork for every stand-in that connects to `path`. Returns in a forked process only, with what was asked for."""
+def serve_gate(path: str, image: str) -> Request:
+    """Fork, as an `image`, for all stand-ins that connect to `path`. Returns in a forked process only, with what was asked for."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener, waiting = socket.socket(socket.AF_UNIX), selectors.DefaultSelector()
@@ -150,7 +153,7 @@ def serve_gate(path: str) -> Request:
         for key, _ in waiting.select():
             forked: Forked | None = key.data
             if forked is None:
-                if (request := _answer(listener, waiting)) is not None:
+                if (request := _answer(listener, waiting, image)) is not None:
                     return request
             elif key.fileobj is forked.stand_in and forked.stand_in.fileno() != -1:
                 forked.kill()
@@ -176,11 +179,11 @@ def _bury(forked: Forked, waiting: selectors.BaseSelector) -> None:
         _forget(forked.stand_in, waiting)
 
 
-def _answer(listener: socket.socket, waiting: selectors.BaseSelector) -> Request | None:
+def _answer(listener: socket.socket, waiting: selectors.BaseSelector, image: str) -> Request | None:
     """Fork for the next stand-in. Returns what it asks for in the forked process, None in the gate."""
     stand_in, _ = listener.accept()
     asked, fds = _asked(stand_in)
-    if asked is None or not _is_forked(asked):
+    if asked is None or not _is_forked(asked, image):
         for fd in fds:
             os.close(fd)
         with contextlib.suppress(OSError):
@@ -220,7 +223,7 @@ def _asked(stand_in: socket.socket) -> tuple[Asked | None, list[int]]:
         return None, fds
 
 
-def _is_forked(asked: Asked) -> bool:
+def _is_forked(asked: Asked, image: str) -> bool:
     """Other folders on PYTHONPATH than the gate's may only customize Python. What elsewhere starts vLLM's engines starts none
     here: Ray does."""
     added, ours = _added(asked.environment), os.environ.get("PYTHONPATH")
@@ -229,8 +232,8 @@ def _is_forked(asked: Asked) -> bool:
     variables = asked.environment | ({"PYTHONPATH": ours} if ours is not None else {})
     if ours is None:
         variables.pop("PYTHONPATH", None)
-    image = forkserver.image_of(asked.command, variables)
-    return image == "ours" or (image == "vllm" and "slipstream.launch.cli" in asked.command)
+    wanted = forkserver.image_of(asked.command, variables)
+    return wanted in ("ours", image) or (wanted == "vllm" and "slipstream.launch.cli" in asked.command)
 
 
 def _added(environment: dict[str, str]) -> list[str]:
@@ -278,12 +281,14 @@ def _end_with_parent() -> None:
 
 
 def start_elsewhere(command: Sequence[str]) -> None:
-    """Roles that `command`, which runs here, starts begin with what stands for Python, where its environment names that; so does
-    the supervisor on another host that `slipstream chaos` starts."""
+    """Roles that `command`, which runs here, starts begin with what stands for Python, where its environment names that. The
+    supervisor that `slipstream chaos` starts is executed, and its roles are forked: it is stopped there, too."""
     if (stand_in := os.environ.get(STAND_IN)) is not None:
-        harness = ["slipstream.chaos.harness"] if "chaos" in command else []
-        for name in ("slipstream.launch.supervisor.processes", *harness):
-            vars(importlib.import_module(name))["sys"] = types.SimpleNamespace(executable=stand_in)
+        executables = {"slipstream.launch.supervisor.processes": stand_in}
+        if "chaos" in command:
+            executables["slipstream.chaos.harness"] = str(Path(stand_in).with_name("supervisor"))
+        for name, executable in executables.items():
+            vars(importlib.import_module(name))["sys"] = types.SimpleNamespace(executable=executable)
 
 
 def supervise() -> None:

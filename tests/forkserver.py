@@ -119,7 +119,7 @@ INHERITED = (signal.SIGHUP, signal.SIGQUIT)
 """Signals that a process ignores from its start if its parent does, as `nohup` has it."""
 
 GATE_FLAG = "--gate"
-"""First argument of what is no command but the gate, see `forkgate.py`; the second one is its address."""
+"""First argument of what is no command but the gate, see `forkgate.py`; the others are its address and its image."""
 
 STAND_IN = "SLIPSTREAM_TESTS_STAND_IN"
 """Variable with the path of what stands for Python in commands that Ray starts, see `forkgate.py`."""
@@ -146,7 +146,7 @@ class Request(NamedTuple):
 def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
     """The image that `command` is forked from; None where it is executed."""
     if command[1:2] == (GATE_FLAG,):
-        return "ours"
+        return command[3]
     kind, what, rest = _split(command)
     if kind == "-m" and what.startswith("sglang."):
         return "sglang"
@@ -486,7 +486,7 @@ def main(descriptor: int, image: str) -> None:
     while connection is not None:
         request = serve(connection)
         if request.command[1] == GATE_FLAG:
-            request = importlib.import_module("slipstream.tests.forkgate").serve_gate(request.command[2])
+            request = importlib.import_module("slipstream.tests.forkgate").serve_gate(*request.command[2:])
         connection = _own_server(image, request.passed) if _starts_others(request.command) else None
     assert request is not None
     _finish(request.command)

@@ -316,7 +316,7 @@ def test_a_run_on_every_kind_of_server(kind: str, policy: Path, tmp_path: Path) 
 def test_the_same_run_under_ray(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     small = (*SMALL, "launch.kind=ray", "learner.steps=3")
-    with forkgate.gated():
+    with forkgate.gated("vllm"):
         slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small)
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     check_accounts(run)
