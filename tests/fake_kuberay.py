@@ -24,6 +24,7 @@ import psutil
 import yaml
 from slipstream.launch.launchers.local import free_ports
 from slipstream.launch.submit.kubernetes import CONFIG_DIR
+from slipstream.tests import forkgate
 
 HEAD_POD, WORKER_POD = "127.0.0.2", "127.0.0.{}"
 JOIN_S = 120.0
@@ -50,7 +51,8 @@ class FakeKubeRay:
         # A pod has no file with a token of Ray, as this user may have.
         ours = {"RAY_TMPDIR": sessions, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
         environment = os.environ | ours
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+        folders = (*forkgate.programs(), str(Path(sys.executable).parent), environment["PATH"])
+        environment["PATH"] = os.pathsep.join(folders)
         try:
             with output.open("ab") as log:
 

@@ -64,6 +64,7 @@ OURS = (
     "slipstream.rollout.engines.server.app",
     "slipstream.rollout.engines.transformers.engine",
     "slipstream.rollout.engines.fake.engine",
+    "slipstream.tests.forkgate",
     "slipstream.tests.tiny",
     "slipstream.tests.ranks",
 )
@@ -116,7 +117,7 @@ FROM_VLLM = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVE
 """What vLLM reads when it is imported."""
 
 NEVER_STARTS = {
-    "role": ("buffer", "worker", "learner", "reference", "critic", "evaluator", "sft"),
+    "role": ("buffer", "worker", "learner", "reference", "critic", "sft"),
     "ledger": (),
     "replicas": (),
     "workers": (),
@@ -129,6 +130,12 @@ OTHER_ENGINE = re.compile("engine:\n +kind: (?!vllm)")
 
 INHERITED = (signal.SIGHUP, signal.SIGQUIT)
 """Signals that a process ignores from its start if its parent does, as `nohup` has it."""
+
+GATE_FLAG = "--gate"
+"""First argument of what is no command but the gate, see `forkgate.py`; the others are its address and its image."""
+
+STAND_IN = "SLIPSTREAM_TESTS_STAND_IN"
+"""Variable with the path of what stands for Python in commands that Ray starts, see `forkgate.py`."""
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -151,6 +158,8 @@ class Request(NamedTuple):
 
 def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
     """The image that `command` is forked from; None where it is executed."""
+    if command[1:2] == (GATE_FLAG,):
+        return command[3]
     kind, what, rest = _split(command)
     if kind == "-m" and what.startswith("sglang."):
         return "sglang"
@@ -176,7 +185,8 @@ def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
 
 
 def _runs_vllm(words: Sequence[str]) -> bool:
-    """Whether this command starts vLLM's servers, as far as its words and its run's config tell."""
+    """Whether this command starts vLLM's servers, as far as its words and its run's config tell. A reward model is served by vLLM
+    beside any engine."""
     match words[:2]:
         case ["resume", run]:
             return any(SERVED_BY_VLLM.search(path.read_text()) for path in Path(run).glob("*.yaml"))
@@ -237,6 +247,11 @@ def install() -> None:
     """Fork known commands from now on, in this process."""
     subprocess._fork_exec = _fork_or_execute  # type: ignore[attr-defined]
     multiprocessing.util.spawnv_passfds = _fork_or_spawn
+
+
+def installed() -> bool:
+    """Whether this process forks known commands now."""
+    return subprocess._fork_exec is _fork_or_execute and not _disabled  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -352,6 +367,12 @@ def _begin(connection: socket.socket, request: Request, fds: Sequence[int]) -> R
         time.sleep(0.0002)
     connection.sendall(os.getpid().to_bytes(8, "little"))
     connection.close()
+    become(request, fds)
+    return request
+
+
+def become(request: Request, fds: Sequence[int]) -> None:
+    """Be the process that was asked for, up to its first instruction."""
     moved = _above(fds)
     for target, fd in zip((0, 1, 2, *request.passed), moved, strict=True):
         os.dup2(fd, target)
@@ -367,7 +388,6 @@ def _begin(connection: socket.socket, request: Request, fds: Sequence[int]) -> R
     _take_on(request.command, request.environment)
     if request.preexec is not None:
         request.preexec()
-    return request
 
 
 def _above(fds: Sequence[int]) -> list[int]:
@@ -395,6 +415,8 @@ def _take_on(command: Sequence[str], environment: dict[str, str]) -> None:
     torch.set_num_threads(int(threads))
     if "torch._dynamo.config" in sys.modules:
         sys.modules["torch._dynamo.config"].disable = environment.get("TORCH_COMPILE_DISABLE") == "1"
+    if STAND_IN in environment and "slipstream.launch.supervisor.processes" in sys.modules:
+        importlib.import_module("slipstream.tests.forkgate").start_elsewhere(command)
 
 
 def _run(command: Sequence[str]) -> None:
@@ -484,6 +506,8 @@ def main(descriptor: int, image: str) -> None:
     request = None
     while connection is not None:
         request = serve(connection)
+        if request.command[1] == GATE_FLAG:
+            request = importlib.import_module("slipstream.tests.forkgate").serve_gate(*request.command[2:])
         connection = _own_server(image, request.passed) if _starts_others(request.command) else None
     assert request is not None
     _finish(request.command)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from slipstream.chaos.hosts import Hosts, may_make_namespaces
 from slipstream.launch.run_context import ROLE, VARIABLE
+from slipstream.tests import forkgate
 from slipstream.tests.runs import WAIT_S, metrics
 
 needs_namespaces = pytest.mark.skipif(not may_make_namespaces(), reason="network namespaces need root")
@@ -23,19 +24,25 @@ CLUSTER = ("launch.kind=ray_cluster", "evaluation.tasks=0", "learner.steps=10000
 
 
 class HostedRun:
-    """A `slipstream train` on host 0 of `hosts`. Use as a context manager."""
+    """A `slipstream train` on host 0 of `hosts`, whose supervisor may be the process that was started itself (`executed`). Use as a
+    context manager."""
 
-    def __init__(self, hosts: Hosts, run_dir: Path, *arguments: str) -> None:
-        self.hosts, self.run_dir = hosts, run_dir
+    def __init__(self, hosts: Hosts, run_dir: Path, *arguments: str, executed: bool = False) -> None:
+        self.hosts, self.run_dir, self.executed = hosts, run_dir, executed
         self.log = run_dir.with_name(f"{run_dir.name}.log")
         self._command("train", *arguments, f"run.dir={run_dir}")
 
     def _command(self, *arguments: str) -> None:
-        command = [sys.executable, "-P", "-m", "slipstream.launch.cli", *arguments]
+        start = [sys.executable, "-P", "-c", forkgate.SUPERVISOR] if self.executed else self._start
+        command = [*start, *arguments]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.hosts.command(0, command), stdout=log, stderr=log, env={**os.environ, **self.hosts.environment}
             )
+
+    @property
+    def _start(self) -> list[str]:
+        return [forkgate.python(), "-P", "-m", "slipstream.launch.cli"]
 
     def __enter__(self) -> HostedRun:
         return self
@@ -47,7 +54,7 @@ class HostedRun:
 
     def call(self, *arguments: str) -> str:
         """The output of another command, on the host of the supervisor."""
-        command = self.hosts.command(0, [sys.executable, "-P", "-m", "slipstream.launch.cli", *arguments])
+        command = self.hosts.command(0, [*self._start, *arguments])
         return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout
 
     def roles(self) -> dict[str, tuple[int, psutil.Process]]:

@@ -1,5 +1,6 @@
 """A process that is forked for a test is what it would be if it had been executed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from slipstream.common.process import set_parent_death_signal
-from slipstream.tests import forkserver
+from slipstream.tests import forkgate, forkserver
 
 SHOWN = """
 import json, os, signal, sys, tempfile
@@ -122,3 +123,65 @@ def test_random_numbers_differ_between_processes(how: str) -> None:
     code = "import slipstream.tests, random, numpy; print(random.random(), numpy.random.random())"
     numbers = {start(code).communicate()[0] for _ in range(3)}
     assert len(numbers) == 3
+
+
+def elsewhere(code: str, **options: object) -> subprocess.Popen[str]:
+    """As `start`, by a gate."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with forkgate.gated():
+        variables = {"env": os.environ | {"OURS": "yes"}}
+        return subprocess.Popen([forkgate.python(), "-P", "-c", code, "a"], **(variables | pipes | options))  # type: ignore[call-overload]
+
+
+def ours() -> list[psutil.Process]:
+    """Processes that `elsewhere` started, as who looks at environments finds them, without those that they started."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("OURS") == "yes":
+                found.append(process)
+    return [process for process in found if process.ppid() not in {one.pid for one in found}]
+
+
+def test_by_a_gate_it_is_what_its_stand_in_asks_for(tmp_path) -> None:
+    with elsewhere(SHOWN, cwd=tmp_path) as process:
+        out, _ = process.communicate("typed")
+    assert process.returncode == 7
+    shown = json.loads(out)
+    wanted = {
+        "argv": ["-c", "a"],
+        "executable": sys.executable,
+        "folder": str(tmp_path),
+        "ours": "yes",
+        "read": "typed",
+    }
+    assert {key: shown[key] for key in wanted} == wanted
+    assert shown["leader"]
+    assert shown["fds"] == []
+
+
+def test_by_a_gate_it_ends_together_with_its_stand_in() -> None:
+    for number, stops in ((signal.SIGTERM, True), (signal.SIGKILL, True), (signal.SIGKILL, False)):
+        with elsewhere(WAITS) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+            (forked,) = ours()
+            assert forked.pid != process.pid
+            os.kill(process.pid if stops else forked.pid, number)
+            assert process.stdout.read() == ""  # no process has this pipe any more
+        assert process.returncode == -number
+        assert psutil.wait_procs(ours(), 30)[1] == []
+
+
+def test_by_a_gate_it_dies_with_who_started_it() -> None:
+    between = f"""
+import os, subprocess, sys
+variables = os.environ | {{"SLIPSTREAM_PARENT": str(os.getpid())}}
+command = [os.environ["{forkserver.STAND_IN}"], "-P", "-c", {WAITS!r}]
+subprocess.Popen(command, stdin=subprocess.PIPE, env=variables).wait()
+"""
+    with forkgate.gated(), start(between) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+        assert process.stdout.read() == ""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from slipstream.chaos.hosts import Hosts
 from slipstream.rpc.security import make_pair
+from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
 from slipstream.tests.runs import check_accounts, tiny_policy
 from slipstream.tests.secrets_search import (
@@ -104,16 +105,17 @@ class SecretCollector:
         self.secrets[secret] = f"key of the supervisor {pid}"
 
 
-def kill(run: HostedRun, role: str) -> None:
-    """Kill a role, and wait for its next process."""
-    before = run.roles()[role][1]
-    before.kill()
+def kill(run: HostedRun, *roles: str) -> None:
+    """Kill roles, and wait for the next process of each."""
+    before = {role: run.roles()[role][1] for role in roles}
+    for process in before.values():
+        process.kill()
 
     def again() -> bool:
-        found = run.roles().get(role)
-        return found is not None and found[1].pid != before.pid
+        found = run.roles()
+        return all(role in found and found[role][1].pid != process.pid for role, process in before.items())
 
-    run.until(again, f"{role} again")
+    run.until(again, "the roles again")
 
 
 @pytest.mark.full
@@ -124,9 +126,12 @@ def test_no_frame_between_hosts_holds_a_secret(tmp_path: Path) -> None:
     policy = tiny_policy(
         tmp_path / f"policy-{planted.encode().hex()}"
     )  # a path, which all processes are given through Ray
-    # One rank: gradients of several would be most of the traffic, and there is nothing to find in them.
+    # One role of each kind, and weights stay on their host: else they would be most of the traffic, and there is nothing to find in
+    # them.
     settings = (
         "rollout.engine.kind=transformers",
+        "rollout.engine.replicas=1",
+        "rollout.workers=1",
         "learner.backend.ranks=1",
         "learner.checkpoint_every=2",
         "launch.heartbeat_s=60",
@@ -134,14 +139,13 @@ def test_no_frame_between_hosts_holds_a_secret(tmp_path: Path) -> None:
     arguments = (f"model.path={policy}", *CLUSTER, *settings)
     run_dir = tmp_path / "run"
     collector = SecretCollector(run_dir)
-    with Hosts([2, 2, 3], tmp_path / "hosts") as hosts, captured(hosts, tmp_path) as files:
-        with collector, HostedRun(hosts, run_dir, "chaos", *arguments) as run:
+    with forkgate.gated(), Hosts([1, 1, 2], tmp_path / "hosts") as hosts, captured(hosts, tmp_path) as files:
+        with collector, HostedRun(hosts, run_dir, "chaos", *arguments, executed=True) as run:
             run.until_steps(2)
-            assert len(set(run.places().values())) == 3
+            assert run.places() == {"buffer": 0, "worker-0": 1, "engine-0": 2, "learner-0": 2}
             collector.add_supervisor(run.process.pid)
-            for role in ("worker-0", "engine-0", "learner-0", "buffer"):
-                kill(run, role)
-                run.until_steps(1)
+            kill(run, "worker-0", "engine-0", "learner-0", "buffer")
+            run.until_steps(1)
             run.call("replicas", str(run_dir), "list")
             run.stop()
             run._command("resume", str(run_dir))

@@ -421,25 +421,6 @@ def test_checkpoints_are_evaluated_once_each_while_training_goes_on_though_the_r
 
 
 @pytest.mark.full
-def test_checkpoints_are_evaluated_under_ray(tmp_path: Path) -> None:
-    """By a role in an actor, which starts a server and an evaluator of its own."""
-    policy, run = tiny_policy(tmp_path / "policy"), tmp_path / "run"
-    small = [one for one in SMALL if not one.startswith("evaluation")]
-    engine = ("rollout.engine.kind=transformers", "learner.backend.device=cpu")
-    often = ("learner.steps=4", "learner.checkpoint_every=2", "evaluation.every=2", "evaluation.tasks=4")
-    given = (f"model.path={policy}", f"run.dir={run}", "launch.kind=ray_cluster", *small, *engine, *often)
-    slipstream("train", "quickstart", *given)
-    found = read_evaluations(run / evaluations.FILE)
-    assert [(one.label, one.step) for one in found] == [("warm start", 0), ("step 2", 2), ("final", 4)]
-    version_of = {row["step"]: row["version"] for row in metrics(run)}
-    assert all(one.version == version_of[one.step] for one in found if one.step)
-    assert all(sum(one.outcomes.values()) == 4 for one in found)
-    assert not (run / FOLDER).exists()
-    assert leftovers(run) == []
-    check_accounts(run)
-
-
-@pytest.mark.full
 def test_an_evaluation_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a suite raises once the first step is done."""
     policy, run = tiny_policy(tmp_path / "policy"), tmp_path / "run"

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from slipstream.chaos.hosts import Hosts, Namespaces
 from slipstream.chaos.switch import LinkState
 from slipstream.errors import ConfigError
 from slipstream.launch.supervisor.factory import CLIENT_FACTORY
+from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
 from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
 
@@ -117,6 +119,13 @@ def test_hosts_of_a_user_who_may_make_no_namespaces(tmp_path: Path, monkeypatch:
     assert not any(process.is_running() for process in before[0])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def gated() -> Iterator[None]:
+    """Roles are forked. A run whose processes are all started as users start them is in test_docs.py."""
+    with forkgate.gated():
+        yield
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("policy") / "policy")
@@ -126,27 +135,45 @@ def check_audit(run: Path) -> None:
     assert [(check.name, check.problems) for check in audit(run) if check.wrong] == []
 
 
+@pytest.fixture(scope="module")
+def four(gated: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Hosts of three CPUs each, which put the ranks of the learner on different ones: each is filled before the next. For runs one
+    after the other, of which none harms a host."""
+    with Hosts([3, 3, 3, 3], tmp_path_factory.mktemp("hosts") / "hosts") as hosts:
+        yield hosts
+
+
+@pytest.mark.full
+def test_two_hosts_that_do_not_reach_each_other_are_named_before_anything_starts(
+    four: Hosts, policy: Path, tmp_path: Path
+) -> None:
+    assert four.namespaces is not None
+    four.namespaces.link(LinkState(1, unreachable=(2,)))
+    with HostedRun(four, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER) as run:
+        assert run.process.wait(WAIT_S) == ConfigError.exit_code, run.output()
+    four.namespaces.link(LinkState(1))
+    one, other = four.address(1), four.address(2)
+    ends = rf"({one} cannot connect to \S+ at {other}|{other} cannot connect to \S+ at {one}):\d+ \("
+    assert re.search(ends, run.output()), run.output()
+    assert "started, pid" not in run.output()
+
+
 LAYOUTS = {
-    "megatron, delta": ([3, 3, 3], ("learner.backend.kind=megatron", "weightsync.transport=delta")),
+    "megatron, delta": ("learner.backend.kind=megatron", "weightsync.transport=delta"),
     "fsdp2, broadcast, placed models": (
-        [3, 3, 3, 3],
-        (
-            "learner.algorithm={advantage: {kind: gae, lr: 1e-3}, kl: {kind: loss}}",
-            "learner.aux_models={reference: 1, critic: 2}",
-        ),
+        "learner.algorithm={advantage: {kind: gae, lr: 1e-3}, kl: {kind: loss}}",
+        "learner.aux_models={reference: 1, critic: 2}",
     ),
 }
-"""CPUs of each host that put the ranks of the learner on different ones, and settings. The largest host is filled first."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_learner_on_two_hosts_pushes_its_weights_across(layout: str, policy: Path, tmp_path: Path) -> None:
-    cpus, settings = LAYOUTS[layout]
-    with (
-        Hosts(cpus, tmp_path / "hosts") as hosts,
-        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER, *settings) as run,
-    ):
+def test_a_learner_on_two_hosts_pushes_its_weights_across(
+    four: Hosts, layout: str, policy: Path, tmp_path: Path
+) -> None:
+    settings = (*CLUSTER, "rollout.workers=1", *LAYOUTS[layout])
+    with HostedRun(four, tmp_path / "run", "chaos", f"model.path={policy}", *settings) as run:
         run.until_steps(3)
         run.call("replicas", str(run.run_dir), "add", "--wait")
         run.until_steps(2)
@@ -156,68 +183,6 @@ def test_a_learner_on_two_hosts_pushes_its_weights_across(layout: str, policy: P
             assert places["critic-1"] not in (places["learner-0"], places["learner-1"], places["critic-0"])
         run.stop()
     check_accounts(run.run_dir)
-
-
-@pytest.mark.full
-def test_two_hosts_that_do_not_reach_each_other_are_named_before_anything_starts(policy: Path, tmp_path: Path) -> None:
-    with Hosts([2, 3, 4], tmp_path / "hosts") as hosts:
-        assert hosts.namespaces is not None
-        hosts.namespaces.link(LinkState(1, unreachable=(2,)))
-        with HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER) as run:
-            assert run.process.wait(WAIT_S) == ConfigError.exit_code, run.output()
-    one, other = hosts.address(1), hosts.address(2)
-    ends = rf"({one} cannot connect to \S+ at {other}|{other} cannot connect to \S+ at {one}):\d+ \("
-    assert re.search(ends, run.output()), run.output()
-    assert "started, pid" not in run.output()
-
-
-@pytest.mark.full
-def test_lost_hosts_are_lost_replicas_workers_and_ranks_but_no_lost_run(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CLIENT_FACTORY, "slipstream.chaos.audited_client:audited_client")
-    with (
-        Hosts([1, 5, 4], tmp_path / "hosts") as hosts,
-        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER) as run,
-    ):
-        run.until_steps(2)
-        run.call("replicas", str(run.run_dir), "add", "--wait")
-        core, spare = 1, 2
-        engines = {"engine-0": core, "engine-1": core, "engine-2": spare}
-        ranks = {"learner-0": core, "learner-1": core}
-        assert run.places() == {"buffer": 0, **engines, **ranks, "worker-0": core, "worker-1": spare}
-
-        hosts.kill(spare)
-        log.info("two steps, %.0f s after the host of a worker and an engine was lost", run.until_steps(2, STEP_S))
-
-        def state(worker: str) -> str:
-            rows = json.loads(run.call("workers", str(run.run_dir), "list", "--json"))
-            return next(row["state"] for row in rows if row["name"] == worker)
-
-        # Ray says that the host is lost some time after it is, and the steps do not wait for it.
-        run.until(lambda: state("worker-1") == "waits for a place", "worker-1 to miss its place")
-        hosts.cpus[spare] = 9
-        hosts.start(spare)
-        back = {"worker-1", "engine-2"}
-        run.until(lambda: {role for role, host in run.places().items() if host == spare} >= back, "both to be back")
-        run.call("workers", str(run.run_dir), "add")
-        run.until(lambda: run.places().get("worker-2") == spare, "another worker")
-        run.call("workers", str(run.run_dir), "remove", "worker-2")
-        run.until(lambda: "worker-2" not in run.places(), "worker-2 to leave")
-
-        run.call("set", str(run.run_dir), "learner.checkpoint_every=1000000")
-        run.until_steps(3)  # so that the newest checkpoint is not of the last step
-        hosts.kill(core)
-        began = time.monotonic()
-        run.until(lambda: run.places().get("learner-0") == spare, "the learner on another host")
-        run.until_steps(1)
-        log.info("the learner goes on %.0f s after its host was lost", time.monotonic() - began)
-        run.until_steps(2)
-        assert any(row["version"] > row["step"] for row in metrics(run.run_dir))  # it went on from a checkpoint
-        run.stop()
-    assert "is lost with its host" in run.log.read_text()
-    check_accounts(run.run_dir)
-    check_audit(run.run_dir)
 
 
 CLOCK = """
@@ -230,60 +195,120 @@ time.time_ns = lambda: real_ns() + int(ahead * 1e9)
 """Imported by every Python process of a host (`sitecustomize`): its wall clock is ahead, its monotonic clock is not."""
 
 AHEAD_S = 600.0
-APART_S = 60.0
+APART_S = 30.0
+"""A silent role is missed after 10 s, a lost host after 15."""
+
+STEPS = 10
 STEP_S = 120.0
-"""Longest time for twenty steps in any of it: a silent role is missed after 10 s, a lost host after 15, then roles start anew."""
+"""Longest time for `STEPS` steps in any of it: then roles start anew."""
 
 
 @pytest.mark.full
-def test_networks_as_they_are(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 ms and 2 % loss; a host that is cut off for a minute, one that is frozen for a minute, one whose clock is ahead."""
+def test_networks_as_they_are_and_lost_hosts_which_are_no_lost_run(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 ms and 2 % loss; a host that is cut off for half a minute, one that is frozen for as long, one whose clock is ahead. Then
+    a lost host of a replica and a worker, and a lost host of everything but the buffer."""
     monkeypatch.setenv(CLIENT_FACTORY, "slipstream.chaos.audited_client:audited_client")
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(CLOCK)
     ahead = {"PYTHONPATH": str(tmp_path / "clock"), "CLOCK_AHEAD_S": str(AHEAD_S)}
-    seconds: dict[str, float] = {}
+    core, spare = 1, 2
+    clocks = {core: ahead}
     with (
-        Hosts([1, 5, 3], tmp_path / "hosts", {1: ahead}) as hosts,
+        Hosts([1, 5, 4], tmp_path / "hosts", clocks) as hosts,
         HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER) as run,
     ):
-        links = hosts.namespaces
-        assert links is not None
         run.until_steps(2)
-        assert run.places()["learner-0"] == 1
+        assert run.places()["learner-0"] == core
         assert metrics(run.run_dir)[0]["time"] > time.time() + AHEAD_S / 2
-        seconds["undisturbed"] = run.until_steps(20, STEP_S)
-
-        for host in range(3):
-            links.link(LinkState(host, delay_s=0.0125, loss=0.01))
-        seconds["50 ms and 2 % loss, a round trip"] = run.until_steps(20, STEP_S)
-        for host in range(3):
-            links.link(LinkState(host))
-
-        began = time.monotonic()
-        links.link(LinkState(2, up=False))
-        seconds["cut off"] = run.until_steps(20, STEP_S)
-        time.sleep(max(0.0, began + APART_S - time.monotonic()))
-        assert run.process.poll() is None, run.output()
-        links.link(LinkState(2))
-        hosts.revive()
-        run.until(lambda: 2 in run.places().values(), "roles on the host that is back")
-
-        with hosts.frozen(2):
-            began = time.monotonic()
-            seconds["frozen"] = run.until_steps(20, STEP_S)
-            time.sleep(max(0.0, began + APART_S - time.monotonic()))
-            waits = {row["wait"]["waits_for"] for row in json.loads(run.call("waits", str(run.run_dir), "--json"))}
-        hosts.revive()
-        seconds["afterwards"] = run.until_steps(20, STEP_S)
+        check_networks(hosts, run, spare)
+        run.call("replicas", str(run.run_dir), "add", "--wait")
+        engines = {"engine-0": core, "engine-1": core, "engine-2": spare}
+        ranks = {"learner-0": core, "learner-1": core}
+        assert run.places() == {"buffer": 0, **engines, **ranks, "worker-0": core, "worker-1": spare}
+        clocks[spare] = ahead  # so that the learner's next host has the time of its first
+        check_lost_hosts(hosts, run, core, spare)
         run.stop()
-    times = [row["time"] for row in metrics(run.run_dir)]
-    longest = max(later - earlier for earlier, later in itertools.pairwise(times))
-    log.info("seconds for 20 steps: %s; at most %.1f s between two", seconds, longest)
-    assert longest < STEP_S
-    assert any("worker-1" in wait for wait in waits), waits
+    assert "is lost with its host" in run.log.read_text()
     check_accounts(run.run_dir)
     check_audit(run.run_dir)
+
+
+def check_networks(hosts: Hosts, run: HostedRun, spare: int) -> None:
+    """The run goes on while links are slow, and while `spare`, the host of a worker, is cut off and frozen."""
+    links, seconds = hosts.namespaces, dict[str, float]()
+    assert links is not None
+
+    def back(missed: psutil.Process) -> bool:
+        hosts.revive()  # Ray's node ends some time after it reaches its head, which has given it up
+        host, worker = run.roles().get("worker-1", (None, missed))
+        return host == spare and worker.pid != missed.pid
+
+    seconds["undisturbed"] = run.until_steps(STEPS, STEP_S)
+
+    for host in range(len(hosts)):
+        links.link(LinkState(host, delay_s=0.0125, loss=0.01))
+    seconds["50 ms and 2 % loss, a round trip"] = run.until_steps(STEPS, STEP_S)
+    for host in range(len(hosts)):
+        links.link(LinkState(host))
+
+    missed = run.roles()["worker-1"][1]
+    began = time.monotonic()
+    links.link(LinkState(spare, up=False))
+    seconds["cut off"] = run.until_steps(STEPS, STEP_S)
+    time.sleep(max(0.0, began + APART_S - time.monotonic()))
+    assert run.process.poll() is None, run.output()
+    links.link(LinkState(spare))
+    run.until(lambda: back(missed), "another worker on the host that is back")
+
+    missed = run.roles()["worker-1"][1]
+    with hosts.frozen(spare):
+        began = time.monotonic()
+        seconds["frozen"] = run.until_steps(STEPS, STEP_S)
+        time.sleep(max(0.0, began + APART_S - time.monotonic()))
+        waits = {row["wait"]["waits_for"] for row in json.loads(run.call("waits", str(run.run_dir), "--json"))}
+    run.until(lambda: back(missed), "another worker on the host that goes on")
+    seconds["afterwards"] = run.until_steps(STEPS, STEP_S)
+    times = [row["time"] for row in metrics(run.run_dir)]
+    longest = max(later - earlier for earlier, later in itertools.pairwise(times))
+    log.info("seconds for %d steps: %s; at most %.1f s between two", STEPS, seconds, longest)
+    assert longest < STEP_S
+    assert any("worker-1" in wait for wait in waits), waits
+
+
+def check_lost_hosts(hosts: Hosts, run: HostedRun, core: int, spare: int) -> None:
+    """They are lost replicas, workers and ranks: the run goes on without `spare`, has it again with more room, and goes on there
+    without `core`."""
+    hosts.kill(spare)
+    log.info("two steps, %.0f s after the host of a worker and an engine was lost", run.until_steps(2, STEP_S))
+
+    def state(worker: str) -> str:
+        rows = json.loads(run.call("workers", str(run.run_dir), "list", "--json"))
+        return next(row["state"] for row in rows if row["name"] == worker)
+
+    # Ray says that the host is lost some time after it is, and the steps do not wait for it.
+    run.until(lambda: state("worker-1") == "waits for a place", "worker-1 to miss its place")
+    hosts.cpus[spare] = 9
+    hosts.start(spare)
+    back = {"worker-1", "engine-2"}
+    run.until(lambda: {role for role, host in run.places().items() if host == spare} >= back, "both to be back")
+    run.call("workers", str(run.run_dir), "add")
+    run.until(lambda: run.places().get("worker-2") == spare, "another worker")
+    run.call("workers", str(run.run_dir), "remove", "worker-2")
+    run.until(lambda: "worker-2" not in run.places(), "worker-2 to leave")
+
+    run.call("set", str(run.run_dir), "learner.checkpoint_every=1000000")
+    run.until_steps(3)  # so that the newest checkpoint is not of the last step
+    before = len(metrics(run.run_dir))
+    hosts.kill(core)
+    began = time.monotonic()
+    run.until(lambda: run.places().get("learner-0") == spare, "the learner on another host")
+    run.until_steps(1)
+    log.info("the learner goes on %.0f s after its host was lost", time.monotonic() - began)
+    run.until_steps(2)
+    # It went on from a checkpoint.
+    assert any(row["version"] > row["step"] for row in metrics(run.run_dir)[before:])
 
 
 @pytest.mark.full

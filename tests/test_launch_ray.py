@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -28,14 +28,23 @@ QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "hea
 """Ray sees within a second that a node is lost."""
 
 
-@pytest.fixture
-async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    """Has a head without room, so that every role is on a node that can be lost."""
+@pytest.fixture(scope="module")
+def head() -> Iterator[Cluster]:
+    """A cluster whose only node has no room, so that every role is on a node that can be lost."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": QUICK})
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture
+async def cluster(head: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    """That one; the nodes that a test adds go with it."""
+    monkeypatch.setenv("RAY_ADDRESS", head.address)
+    yield head
     ray_launcher.ray.shutdown()
-    await asyncio.to_thread(cluster.shutdown)
+    for node in [*head.worker_nodes]:
+        await asyncio.to_thread(head.remove_node, node, allow_graceful=False)
+    await asyncio.to_thread(head.wait_for_nodes)
 
 
 @pytest.fixture
@@ -115,6 +124,7 @@ async def test_a_node_that_is_lost_for_good(
         assert await process.wait() == -9
         with monkeypatch.context() as hurried:
             hurried.setattr(ray_launcher, "PLACE_S", 3.0)
+            hurried.setattr(ray_launcher, "START_S", 3.0)
             hurried.setattr(ray_launcher, "END_S", 1.0)
             for _ in range(2):  # named each time
                 with pytest.raises(PlacementLost, match=r"the place of engine-0 at .* is lost"):

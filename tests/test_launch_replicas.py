@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 import psutil
+from slipstream.tests import forkgate
 from slipstream.tests.runs import (
     ENDLESS,
     SMALL,
@@ -127,10 +128,13 @@ def test_the_last_replica_takes_the_run_with_it(policy: Path, tmp_path: Path) ->
 
 
 def test_replicas_come_and_go_under_ray(policy: Path, tmp_path: Path) -> None:
+    """And every role follows a change of settings there."""
     run = tmp_path / "run"
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *ENGINE, "launch.kind=ray")
-    with Background(*arguments, ENDLESS) as going:
+    with forkgate.gated(), Background(*arguments, ENDLESS) as going:
         going.until_step(1)
+        changes = ("buffer.max_staleness=0", "learner.optimizer.lr=1e-5")
+        at = json.loads(slipstream("set", str(run), *changes, "--json").stdout)[0]["version"]
         slipstream("replicas", str(run), "add", "--wait")
         slipstream("replicas", str(run), "remove", "engine-0", "--wait")
         assert list(listed(run)) == ["engine-1"]
@@ -139,6 +143,13 @@ def test_replicas_come_and_go_under_ray(policy: Path, tmp_path: Path) -> None:
             "engine-1": "serving",
             "engine-2": "serving",
         }
+        going.until(lambda: metrics(run)[-1]["version"] > at + 2, "steps under the change")
+        lags = (
+            "SELECT DISTINCT trained_at - 1 - accounts.version FROM accounts JOIN groups ON id = group_id"
+            f" WHERE account = 'trained' AND trained_at > {at}"
+        )
+        assert query(run, lags) == [(0,)]
+        assert metrics(run)[-1]["lr"] == 1e-5
         going.process.send_signal(signal.SIGINT)
         output = going.output()
         assert going.process.returncode == 130, output

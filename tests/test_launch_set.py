@@ -331,21 +331,3 @@ def test_every_role_follows_and_so_does_one_that_starts_again(policy: Path, tmp_
         ("rollout.max_episodes", 8, 0)
     ]
     assert marks(read_changes(run / SETTINGS), metrics(run))[0].text == "max_staleness 4 → 0"
-
-
-@pytest.mark.full
-def test_every_role_follows_under_ray(policy: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *ENGINE)
-    with Background(*arguments, ENDLESS, "launch.kind=ray") as going:
-        going.until_step(1)
-        changed = change(run, "buffer.max_staleness=0", "learner.optimizer.lr=1e-5")
-        at = changed[0]["version"]
-        going.until(lambda: metrics(run)[-1]["version"] > at + 2, "steps under the change")
-        assert lags(run, at) == {0}
-        assert metrics(run)[-1]["lr"] == 1e-5
-        going.process.send_signal(signal.SIGINT)
-        output = going.output()
-        assert going.process.returncode == 130, output
-    assert leftovers(run) == []
-    check_accounts(run)

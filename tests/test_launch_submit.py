@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from slipstream.launch.cli import submit
 from slipstream.launch.submit.job import Nodes, make_job, parse_time, plan_nodes
 from slipstream.launch.submit.kubernetes import Pods, manifest, parse_volume
 from slipstream.launch.submit.slurm import batch_script
+from slipstream.tests import forkgate
 from slipstream.tests.fake_kuberay import FakeKubeRay, delete
 from slipstream.tests.fake_slurm import FakeSlurm
 from slipstream.tests.kuberay import RAY_JOB
@@ -294,9 +296,16 @@ def ray_nodes_of(run: Path) -> set[str]:
     return raylets
 
 
+@pytest.fixture
+def gated() -> Iterator[None]:
+    """Supervisors and roles are forked."""
+    with forkgate.gated():
+        yield
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_a_job_of_slurm_is_requeued_before_its_time_is_over(policy: Path, tmp_path: Path) -> None:
+def test_a_job_of_slurm_is_requeued_before_its_time_is_over(gated: None, policy: Path, tmp_path: Path) -> None:
     """Slurm and its nodes are stand-ins, see fake_slurm.py; the script, Ray and the run are real. A signal as Slurm sends it before
     the end of the time comes after the second step, and the job starts again."""
     slurm, run = FakeSlurm(tmp_path / "slurm"), tmp_path / "run"
@@ -306,13 +315,15 @@ def test_a_job_of_slurm_is_requeued_before_its_time_is_over(policy: Path, tmp_pa
         f"model.path={policy}",
         f"run.dir={run}",
         "rollout.engine.kind=transformers",
-        "learner.steps=30",
+        "learner.steps=15",
     )
     done = command(
         "slurm", "quickstart", *keys, "--nodes=2", "--time=01:00:00", "--submit", cwd=tmp_path, env=slurm.environment
     )
     assert done.returncode == 0, done.stderr
     (number,) = slurm.queue
+    script = slurm.folder / f"job-{number}.sh"
+    script.write_text(script.read_text().replace(f"PYTHON={sys.executable}", f"PYTHON={forkgate.python()}"))
     output = slurm.output(number)
     with slurm.started(number, restarts=0) as shell:
         until_step(run, 2, shell, output)
@@ -321,7 +332,7 @@ def test_a_job_of_slurm_is_requeued_before_its_time_is_over(policy: Path, tmp_pa
         assert shell.wait(WAIT_S) == 130, output.read_text()[-5000:]
     assert slurm.requeued(number)
     steps = len(metrics(run))
-    assert 2 <= steps < 30
+    assert 2 <= steps < 15
     with slurm.started(number, restarts=1) as shell:
         assert shell.wait(WAIT_S) == 0, output.read_text()[-5000:]
     assert not slurm.requeued(number)
@@ -329,7 +340,7 @@ def test_a_job_of_slurm_is_requeued_before_its_time_is_over(policy: Path, tmp_pa
     assert f"trains in {run}" in said
     assert f"job {number} is requeued, to resume {run}" in said
     assert f"resumes {run}" in said
-    assert sorted(row["step"] for row in metrics(run)) == list(range(1, 31))
+    assert sorted(row["step"] for row in metrics(run)) == list(range(1, 16))
     check_accounts(run)
     assert leftovers(run) == []
     shutil.rmtree(f"/tmp/slipstream-{number}", ignore_errors=True)  # Ray's logs, which a node keeps
@@ -454,7 +465,7 @@ def test_submitting_to_kubernetes(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(policy: Path, tmp_path: Path) -> None:
+def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(gated: None, policy: Path, tmp_path: Path) -> None:
     """Kubernetes is a stand-in, see fake_kuberay.py; the manifest, Ray and the run are real. All pods are lost after the second
     step; KubeRay makes another cluster, and the run goes on there."""
     run, output = tmp_path / "runs" / "mine", tmp_path / "output"
@@ -464,7 +475,7 @@ def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(policy: Path,
         f"model.path={policy}",
         f"run.dir={run}",
         "rollout.engine.kind=transformers",
-        "learner.steps=20",
+        "learner.steps=10",
     )
     pods = ("--image=image", f"--volume=runs:{tmp_path}", "--nodes=2", "--time=01:00:00", "--out=job.yaml")
     done = command("k8s", "quickstart", *keys, *pods, cwd=tmp_path)
@@ -479,6 +490,6 @@ def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(policy: Path,
     with kuberay.attempt(output) as (driver, _):
         assert driver.wait(WAIT_S) == 0, output.read_text()[-5000:]
     assert f"resumes {run}" in output.read_text()
-    assert max(row["step"] for row in metrics(run)) == 20
+    assert max(row["step"] for row in metrics(run)) == 10
     check_accounts(run)
     assert leftovers(run) == []

@@ -15,10 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from slipstream.buffer.trajectory import TrajectoryHeader
+from slipstream.launch import evaluations
+from slipstream.launch.checkpoint_evaluation import FOLDER
 from slipstream.launch.explain import explain_or_say_why
 from slipstream.learner.metrics import StepMetrics
+from slipstream.monitor.series import read_evaluations
 from slipstream.monitor.timeline import read_series, read_spans
-from slipstream.tests import forkserver
+from slipstream.tests import forkgate, forkserver
 from slipstream.tests.dashboards import check_dashboard, check_written
 from slipstream.tests.reports import evaluations_in, recorded_in
 from slipstream.tests.runs import (
@@ -310,15 +313,35 @@ def test_a_run_on_every_kind_of_server(kind: str, policy: Path, tmp_path: Path) 
     assert leftovers(run) == []
 
 
-@pytest.mark.parametrize("kind", ["transformers", "vllm"])
-def test_the_same_run_under_ray(kind: str, policy: Path, tmp_path: Path) -> None:
+def test_the_same_run_under_ray(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    layout = ("launch.kind=ray", f"rollout.engine.kind={kind}")
-    slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *layout, "learner.steps=3")
+    small = (*SMALL, "launch.kind=ray", "learner.steps=3")
+    with forkgate.gated("vllm"):
+        slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small)
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     check_accounts(run)
     check_staleness(run)
     assert leftovers(run) == []
+
+
+@pytest.mark.full
+def test_checkpoints_are_evaluated_under_ray(policy: Path, tmp_path: Path) -> None:
+    """By a role in an actor, which starts a server and an evaluator of its own."""
+    run = tmp_path / "run"
+    small = (*SMALL, "launch.kind=ray_cluster", "rollout.engine.kind=transformers", "learner.backend.device=cpu")
+    often = ("learner.steps=4", "evaluation.every=2", "evaluation.tasks=4")
+    with forkgate.gated():
+        slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small, *often)
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
+    found = read_evaluations(run / evaluations.FILE)
+    assert [(one.label, one.step) for one in found] == [("warm start", 0), ("step 2", 2), ("final", 4)]
+    version_of = {row["step"]: row["version"] for row in metrics(run)}
+    assert all(one.version == version_of[one.step] for one in found if one.step)
+    assert all(sum(one.outcomes.values()) == 4 for one in found)
+    assert not (run / FOLDER).exists()
+    assert leftovers(run) == []
+    check_accounts(run)
+    check_staleness(run)
 
 
 def test_an_environment_that_always_fails_ends_the_run_by_name(
