@@ -139,10 +139,10 @@ def test_no_frame_between_hosts_holds_a_secret(tmp_path: Path) -> None:
     arguments = (f"model.path={policy}", *CLUSTER, *settings)
     run_dir = tmp_path / "run"
     collector = SecretCollector(run_dir)
-    with forkgate.gated(), Hosts([1, 1, 2], tmp_path / "hosts") as hosts, captured(hosts, tmp_path) as files:
+    with forkgate.gated(), Hosts([2, 2, 2], tmp_path / "hosts") as hosts, captured(hosts, tmp_path) as files:
         with collector, HostedRun(hosts, run_dir, "chaos", *arguments, executed=True) as run:
             run.until_steps(2)
-            assert run.places() == {"buffer": 0, "worker-0": 1, "engine-0": 2, "learner-0": 2}
+            assert run.places() == {"buffer": 0, "engine-0": 1, "learner-0": 1, "worker-0": 2}
             collector.add_supervisor(run.process.pid)
             kill(run, "worker-0", "engine-0", "learner-0", "buffer")
             run.until_steps(1)
