@@ -115,7 +115,8 @@ async def test_a_contender_that_ends_is_named_with_its_log(tmp_path: Path) -> No
 def test_bench_learner_end_to_end(tmp_path: Path) -> None:
     """Real processes, one round, and no TRL, wherever this runs."""
     code = (
-        "import asyncio, sys, pathlib, slipstream.tests; from slipstream.benchmarks import learner, learner_batch, learner_processes, result;"
+        "import asyncio, sys, pathlib, slipstream.tests;"
+        "from slipstream.benchmarks import learner, learner_batch, learner_processes, result;"
         "learner.TRL = pathlib.Path('/nowhere');"
         "import msgspec;"
         "r = asyncio.run(learner.learner(pathlib.Path(sys.argv[1]), '1M', learner_batch.Shape(2, 2, 64), rounds=1));"

@@ -146,8 +146,8 @@ def test_a_run_on_the_environment_of_a_library_trains_and_resumes(
         slipstream("train", "quickstart", *options, "learner.steps=2")
         check_run(run, 2, played.broken)
         slipstream("resume", str(run), "learner.steps=3")
-        # Not earlier: of 24 episodes, half of them right, all are alike in one run of 8 million, of 16 in one of 30,000. Where there
-        # are fewer, the tasks of the first epoch see to it.
+        # Not earlier: of 24 episodes, half of them right, all are alike in one run of 8 million, of 16 in one of 30,000. Where
+        # there are fewer, the tasks of the first epoch see to it.
         assert check_run(run, 3, played.broken) == {0.0, 1.0}
 
 

@@ -1,5 +1,5 @@
-"""A taskset of the verifiers library for tests: rewards answers of odd length, whatever they are; task 2 is always right, 4 is never,
-and scoring task 3 raises."""
+"""A taskset of the verifiers library for tests: rewards answers of odd length, whatever they are; task 2 is always right, 4 is
+never, and scoring task 3 raises."""
 
 import verifiers.v1 as vf
 
