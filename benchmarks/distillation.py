@@ -10,9 +10,9 @@ Invariants:
   direction is clear already, and distillation and GRPO need the same number of batches. Distillation, and GRPO with as many
   episodes, therefore take `MINIBATCHES` steps per batch, and distillation compares the teacher's `TOP` likeliest tokens at each
   token, whose gradient has no noise of sampling, so that a step of few episodes is enough.
-- The teacher's reward is that of `slipstream eval` on fresh tasks; an arm reaches it where the mean reward of its newest `WINDOW`
-  episodes is not below it by more than twice the standard error of the difference. Both play at temperature 1. Counts include the
-  window.
+- The teacher's reward is that of `slipstream eval` on fresh tasks; an arm has reached it where the mean reward of its next `WINDOW`
+  episodes is not below it by more than twice the standard error of the difference. Both play at temperature 1. What counts are the
+  episodes up to the first batch of these: the others only measure it, as many in every arm.
 - What is complete in the folder is not repeated. A folder holds results of one number of steps.
 """
 
@@ -100,14 +100,14 @@ async def distillation(out: Path, seeds: int, steps: int, notify: Notify) -> tup
 
 
 def reached(points: Sequence[Point], teacher: Teacher) -> int | None:
-    """Episodes until the mean reward of the newest `WINDOW` is the teacher's; None where it never is. Rewards are from 0 to 1, so
-    that with a mean m their variance is at most m (1 - m) (Bhatia and Davis 2000)."""
+    """Episodes until the mean reward of the `WINDOW` that begin there is the teacher's; None where it never is. Rewards are from 0
+    to 1, so that with a mean m their variance is at most m (1 - m) (Bhatia and Davis 2000)."""
     batches = WINDOW // points[0].samples
-    for last in range(batches, len(points) + 1):
-        mean_reward = _newest(points[:last])
-        stderr = math.hypot(teacher.stderr, math.sqrt(max(0.0, mean_reward * (1 - mean_reward)) / WINDOW))
-        if mean_reward >= teacher.reward - 2 * stderr:
-            return points[last - 1].samples
+    for first in range(len(points) - batches + 1):
+        earned = _newest(points[: first + batches])
+        stderr = math.hypot(teacher.stderr, math.sqrt(max(0.0, earned * (1 - earned)) / WINDOW))
+        if earned >= teacher.reward - 2 * stderr:
+            return points[first].samples
     return None
 
 

@@ -35,9 +35,10 @@ def test_distillation_and_grpo_take_as_many_episodes_and_steps_in_a_batch() -> N
 
 
 def test_an_arm_reaches_the_teacher_where_the_window_differs_by_less_than_two_standard_errors() -> None:
+    """It counts the episodes up to the first batch of the window."""
     batches = WINDOW // 16
-    assert reached(points(*[0.97] * batches), TEACHER) == WINDOW
-    assert reached(points(*[0.5] * 3, *[0.97] * batches), TEACHER) == WINDOW + 2 * 16  # with one batch of 0.5 in the window
-    assert reached(points(*[0.95] * 60), TEACHER) == WINDOW
+    assert reached(points(*[0.97] * batches), TEACHER) == 16
+    assert reached(points(*[0.5] * 3, *[0.97] * batches), TEACHER) == 3 * 16  # with one batch of 0.5 in the window
+    assert reached(points(*[0.95] * 60), TEACHER) == 16
     assert reached(points(*[0.92] * 60), TEACHER) is None
     assert reached(points(*[0.97] * (batches - 1)), TEACHER) is None
