@@ -250,6 +250,7 @@ async def test_each_environment_is_scored_by_its_own_teacher_held_or_placed(
     batch = flat([trajectories])
     policy = make_backend(config, temperature=1.0)
     held = make_aux_models(config, policy, {})
+    assert sorted(held.scored_rows(batch)) == list(range(len(batch)))
     found = await held.score(batch)
     models = {name: tiny.load(folder) for name, folder in teachers.items()}
     assert found.teacher_ids.shape == found.teacher_logprobs.shape == (len(batch.token_ids), 5)

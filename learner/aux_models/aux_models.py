@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...configs.algorithm import KlInReward, Prime, needs_critic, needs_reference, references_of
 from ...configs.schema import Learner
@@ -137,7 +138,7 @@ class AuxModels:
         of_episode = np.array([names.index(env) for env in batch.envs], dtype=np.int64)
         return msgspec.structs.replace(batch, teacher=of_episode[batch.episode])
 
-    def _penalties(self, batch: TrainBatch, reference: Outputs) -> Outputs | None:
+    def _penalties(self, batch: TrainBatch, reference: NDArray[np.float32]) -> NDArray[np.float32] | None:
         """What the divergence from the reference policy takes off the reward of each token; None where it is no penalty."""
         kl = self._algorithm.kl
         if not isinstance(kl, KlInReward):
@@ -147,7 +148,7 @@ class AuxModels:
         return np.where(batch.sampled, coefficient * kl_estimate(kl.estimator, sampled, scored).numpy(), np.float32(0))
 
 
-def _columns(outputs: Outputs) -> tuple[Outputs, ...]:
+def _columns(outputs: Outputs) -> tuple[NDArray[np.float32], ...]:
     """Of the outputs the first column, float32[N], and those of the likeliest tokens, two of float32[N, k], where there are any."""
     first, *others = np.split(outputs, [1, 1 + outputs.shape[1] // 2], axis=1)
     return (first[:, 0].copy(), *(np.ascontiguousarray(one) for one in others if one.shape[1]))
