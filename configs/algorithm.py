@@ -364,6 +364,11 @@ def references_of(algorithm: Algorithm) -> dict[str, str]:
     return algorithm.kl.references if isinstance(algorithm.kl, Kl) else {"": ""}
 
 
+def reference_paths(algorithm: Algorithm) -> list[str]:
+    """The reference policies, each once, in the order in which they are numbered; "" as in `references_of`."""
+    return list(dict.fromkeys(references_of(algorithm).values()))
+
+
 def named_references(algorithm: Algorithm) -> dict[str, str]:
     """The reference policies that the config names, by the keys that name them."""
     return algorithm.kl.named_references if isinstance(algorithm.kl, Kl) else {}

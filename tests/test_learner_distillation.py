@@ -224,26 +224,28 @@ async def test_a_policy_becomes_its_teacher_by_the_likeliest_tokens(folders: lis
 
 # ---------------------------------------------------------------- a teacher for each environment
 
-TAUGHT = ("sums", "games")
+TAUGHT = ("sums", "games", "riddles")  # the last two by the same
 
 
 async def test_each_environment_is_scored_by_its_own_teacher_held_or_placed(
     folders: list[Path], address: str, tmp_path: Path
 ):
     """Log-probs of the sampled and of the likeliest tokens, as transformers computes them."""
-    teachers = dict(zip(TAUGHT, (folders[1], tiny.tiny_qwen3(tmp_path / "third", 7)), strict=True))
+    other = tiny.tiny_qwen3(tmp_path / "third", 7)
+    teachers = dict(zip(TAUGHT, (folders[1], other, other), strict=True))
+    parts = ", ".join(f"{name}: {{kind: reasoning_gym}}" for name in TAUGHT)
     named = ", ".join(f"{name}: {folder}" for name, folder in teachers.items())
     config = load(
         "quickstart",
         [
             *(f"model.path={folders[0]}", "learner.algorithm.advantage.kind=none", "buffer.group_size=1"),
-            "env={kind: mixture, parts: {sums: {kind: reasoning_gym}, games: {kind: reasoning_gym}}}",
+            f"env={{kind: mixture, parts: {{{parts}}}}}",
             f"learner.algorithm.kl={{kind: distillation, reference: {{{named}}}, estimator: {{reverse: 5}}}}",
             "learner.backend.tokens_per_microbatch=16",
         ],
     )
     trajectories = [
-        msgspec.structs.replace(branch, env=TAUGHT[member % 2])
+        msgspec.structs.replace(branch, env=TAUGHT[member % 3])
         for member in range(5)
         for branch in branches(0, member, [0.0, 0.0], split=member % 2)
     ]
@@ -265,9 +267,10 @@ async def test_each_environment_is_scored_by_its_own_teacher_held_or_placed(
             assert found.teacher_logprobs[start + at] == pytest.approx(likeliest.values.numpy(), abs=1e-4)
 
     elsewhere = msgspec.structs.replace(batch, envs=("sums", "chess", *batch.envs[2:]))
-    with pytest.raises(LearnerError, match="episodes of chess have no reference policy; .* has one for sums, games"):
+    with pytest.raises(LearnerError, match="episodes of chess have no reference policy; .* has one for sums, games, riddles"):
         await held.score(elsewhere)
     ready, placed = asyncio.Event(), [make_reference(config, model) for model in reference_models(config)]
+    assert len(placed) == 2
     service = asyncio.create_task(AuxModelService(config.learner, "reference-0", address, placed).serve(ready.set))
     await asyncio.wait_for(ready.wait(), 30)
     asked = AuxModels(config.learner, RemoteModel(config.learner, "reference", (address,), top=5))

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from ...common.spans import RecordSpan
 from ...common.tasks import run_or_stop
-from ...configs.algorithm import Gae, needs_critic, needs_reference, references_of, top_of
+from ...configs.algorithm import Gae, needs_critic, needs_reference, reference_paths, top_of
 from ...configs.backends import REPLAY, Fsdp2, Megatron
 from ...configs.checks import COMMAND
 from ...configs.reward import Classifier, Judge
@@ -270,8 +270,8 @@ def make_aux_models(config: Config, policy: Backend, addresses: Mapping[str, Seq
 
 
 def make_references(config: Config, policy: Backend) -> list[Scorer]:
-    """The reference policies, in the order of `references_of`, in a rank that holds the `policy`. Of a policy that trains adapters
-    and starts from the reference, that is the policy without them."""
+    """The reference policies, in the order of `reference_paths`, in a rank that holds the `policy`. Of a policy that trains
+    adapters and starts from the reference, that is the policy without them."""
     from ...learner.fsdp2.backend import Fsdp2Backend
 
     bare = policy.without_adapters() if isinstance(policy, Fsdp2Backend) else None
@@ -279,8 +279,8 @@ def make_references(config: Config, policy: Backend) -> list[Scorer]:
 
 
 def reference_models(config: Config) -> list[Model]:
-    """The policy before the first step, or the models that `learner.algorithm.kl` names, in the order of `references_of`."""
-    paths = references_of(config.learner.algorithm).values()
+    """The policy before the first step, or the models that `learner.algorithm.kl` names, in the order of `reference_paths`."""
+    paths = reference_paths(config.learner.algorithm)
     return [structs.replace(config.model, path=path or config.model.path) for path in paths]
 
 

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...configs.algorithm import KlInReward, Prime, needs_critic, needs_reference, references_of
+from ...configs.algorithm import KlInReward, Prime, needs_critic, needs_reference, reference_paths, references_of
+from ...configs.divergence import REFERENCE_KEY
 from ...configs.schema import Learner
 from ...errors import LearnerError
 from ...rpc.client import RpcClient
@@ -127,15 +128,15 @@ class AuxModels:
     def _input_of(self, model: LocalModel | RemoteModel, batch: TrainBatch) -> TrainBatch:
         """`batch` as `model` gets it: with the number of the reference that scores each sequence, where there are several. Raises
         LearnerError where an episode is of an environment that has none."""
-        names = list(references_of(self._algorithm))
-        if model is not self._reference or names == [""]:
+        paths = references_of(self._algorithm)
+        if model is not self._reference or "" in paths:
             return batch
-        if unknown := set(batch.envs).difference(names):
+        if unknown := set(batch.envs).difference(paths):
             raise LearnerError(
-                f"episodes of {', '.join(sorted(unknown))} have no reference policy; learner.algorithm.kl.reference has one for "
-                f"{', '.join(names)}"
+                f"episodes of {', '.join(sorted(unknown))} have no reference policy; {REFERENCE_KEY} has one for {', '.join(paths)}"
             )
-        of_episode = np.array([names.index(env) for env in batch.envs], dtype=np.int64)
+        models = reference_paths(self._algorithm)
+        of_episode = np.array([models.index(paths[env]) for env in batch.envs], dtype=np.int64)
         return msgspec.structs.replace(batch, teacher=of_episode[batch.episode])
 
     def _penalties(self, batch: TrainBatch, reference: NDArray[np.float32]) -> NDArray[np.float32] | None:
