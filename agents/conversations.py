@@ -113,9 +113,7 @@ def _without_nulls(column: Any) -> Any:
     """A list of messages, or whatever a column is, without the fields of a message that are null."""
     if not isinstance(column, list):
         return column
-    return [
-        {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in column
-    ]
+    return [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in column]
 
 
 def _preference(line: _Preference) -> tuple[Conversation, Conversation]:

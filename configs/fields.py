@@ -89,7 +89,16 @@ def type_text(kind: reflect.Type) -> str:
             return f"a section with the keys {keys}"
 
 
-MODULES = (schema, algorithm, backends, divergence, environments, evaluation, reward, sft)  # where sections are declared
+MODULES = (
+    schema,
+    algorithm,
+    backends,
+    divergence,
+    environments,
+    evaluation,
+    reward,
+    sft,
+)  # where sections are declared
 
 
 @functools.cache

@@ -301,7 +301,9 @@ def _validate_section(value: Tree, section: reflect.StructType, path: str) -> No
         if isinstance(item, str) and names_path:
             item = value[key] = _expanded(here + key, item)
         elif isinstance(item, dict) and names_path:
-            paths = {name: _expanded(f"{here}{key}.{name}", text) for name, text in item.items() if isinstance(text, str)}
+            paths = {
+                name: _expanded(f"{here}{key}.{name}", text) for name, text in item.items() if isinstance(text, str)
+            }
             item = value[key] = item | paths
         _validate(item, annotations[key], default_tag(field), here + key)
     for field in section.fields:

@@ -34,8 +34,8 @@ class Sft(Section, frozen=True):
     classifier, which `reward.kind=classifier` serves: it learns to score chosen conversations above rejected ones. With
     `sft.loss.kind=dpo` it stays a policy, which learns to prefer them."""
     loss: UsualLoss | Dpo = field(default_factory=UsualLoss)
-    """`auto`: the likelihood of conversations, or of preferences a classifier's. `dpo`: preferences train the policy itself, against
-    the policy as it is before the first step; `sft.loss.eta` is 1 / beta, 10 by default."""
+    """`auto`: the likelihood of conversations, or of preferences a classifier's. `dpo`: preferences train the policy itself,
+    against the policy as it is before the first step; `sft.loss.eta` is 1 / beta, 10 by default."""
     demonstrations: Positive = 4096
     """Conversations to generate when there is no file."""
     held_out: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.02

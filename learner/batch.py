@@ -66,7 +66,9 @@ class TrainBatch(msgspec.Struct, frozen=True):
     greedy: NDArray[np.bool_]  # bool[E], baselines that were played at temperature 0
     masked: NDArray[np.bool_]  # bool[E], episodes that carry no loss and are compared with
     prompts: NDArray[np.int64] | None = None  # int64[S], hashes of tokens before the first sampled one
-    teacher: NDArray[np.int64] | None = None  # int64[S], the reference policy that scores the sequence; None where there is one
+    teacher: NDArray[np.int64] | None = (
+        None  # int64[S], the reference policy that scores the sequence; None where there is one
+    )
     reference_logprobs: NDArray[np.float32] | None = None  # float32[N], of the reference policy
     # int32[N, k] and float32[N, k]: the tokens that a teacher finds likeliest in the place of each, and their log-probs
     teacher_ids: NDArray[np.int32] | None = None

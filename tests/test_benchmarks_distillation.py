@@ -16,7 +16,7 @@ def points(*rewards: float, episodes: int = 16) -> list[Point]:
     return [Point((number + 1) * episodes, 0.0, reward) for number, reward in enumerate(rewards)]
 
 
-@pytest.mark.parametrize("arm", (TAUGHT, *FLOORS), ids=lambda arm: arm.name)
+@pytest.mark.parametrize("arm", [TAUGHT, *FLOORS], ids=lambda arm: arm.name)
 def test_every_arm_is_a_config_and_plays_as_many_episodes_as_the_window(arm) -> None:
     config = load("quickstart", arm.overrides(Path("teacher")))
     batch = config.buffer.groups_per_batch * config.buffer.group_size

@@ -11,7 +11,6 @@ from slipstream.configs.renamed import RENAMED
 from slipstream.configs.schema import FAILURES, Failure
 from slipstream.errors import ConfigError
 
-
 MIXED = "env={kind: mixture, parts: {a: {kind: reasoning_gym}, b: {kind: reasoning_gym}}}"
 
 
@@ -712,6 +711,9 @@ def test_fine_tuning_adds_its_section_to_a_runs_config(tmp_path):
     assert load(write(tmp_path, "extends: quickstart\nsft: {lr: 1e-4}"), (), SftConfig).sft.lr == 1e-4
     with pytest.raises(ConfigError, match=r"sft\.out: must not be empty"):
         load("quickstart", ["sft.out="], SftConfig)
-    assert load("quickstart", ["sft.preferences=p.jsonl", "sft.loss.kind=dpo", "sft.loss.eta=4"], SftConfig).sft.loss.eta == 4
+    assert (
+        load("quickstart", ["sft.preferences=p.jsonl", "sft.loss.kind=dpo", "sft.loss.eta=4"], SftConfig).sft.loss.eta
+        == 4
+    )
     with pytest.raises(ConfigError, match=r"sft\.loss\.kind=dpo .* name them in sft\.preferences, or use auto"):
         load("quickstart", ["sft.loss.kind=dpo"], SftConfig)

@@ -70,7 +70,9 @@ def test_a_planted_preference_becomes_a_classifier_that_can_be_served(policy, pr
     assert check_reward_model(RunInputs(config)).startswith("classifier ")
 
 
-def test_a_policy_is_trained_on_a_table_of_preferences_by_the_loss_that_is_reported(policy, preferences, tmp_path, capsys):
+def test_a_policy_is_trained_on_a_table_of_preferences_by_the_loss_that_is_reported(
+    policy, preferences, tmp_path, capsys
+):
     """The last loss on what was held out is that of the written model against the one before, in transformers."""
     rows, table, out = [], tmp_path / "preferences.parquet", tmp_path / "tuned"
     for line in preferences.read_text().splitlines()[:24]:

@@ -291,7 +291,9 @@ def test_a_reference_that_cannot_be_one_is_named(tmp_path):
 
 def test_no_more_tokens_can_be_the_likeliest_than_there_are(policy):
     kl = f"learner.algorithm.kl={{kind: distillation, reference: {policy}, estimator: {{reverse: 100000}}}}"
-    with pytest.raises(ConfigError, match=r"learner.algorithm.kl.estimator: .* of which 100000 cannot be .* allowed are 1 to"):
+    with pytest.raises(
+        ConfigError, match=r"learner.algorithm.kl.estimator: .* of which 100000 cannot be .* allowed are 1 to"
+    ):
         check_model(RunInputs(load("quickstart", [f"model.path={policy}", kl])))
 
 

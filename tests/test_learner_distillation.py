@@ -200,12 +200,12 @@ def test_rows_without_the_likeliest_tokens_are_refused():
 @pytest.mark.parametrize("minibatches", [1, 4])
 @pytest.mark.parametrize("kind", ["reverse", "forward"])
 async def test_a_policy_becomes_its_teacher_by_the_likeliest_tokens(folders: list[Path], kind, minibatches):
-    """Real models, steps and aux models, a few tokens in each step, and those of the policy before the first."""
+    """Real models, steps and aux models. A few tokens in each step are enough, sampled by the policy before the first."""
     rng = np.random.default_rng(0)
     with OneToken(
         folders[0],
         *("learner.algorithm.advantage.kind=none", "buffer.group_size=1"),
-        f"learner.algorithm.kl={{kind: distillation, reference: {folders[1]}, estimator: {{{kind}: 64}}}}",
+        f"learner.algorithm.kl={{kind: distillation, reference: {folders[1]}, estimator: {{{kind}: 512}}}}",
         f"learner.algorithm.minibatches={minibatches}",
     ) as player:
         teacher = player.logprobs(player.aux_models.models[0]._models[0])
@@ -219,7 +219,7 @@ async def test_a_policy_becomes_its_teacher_by_the_likeliest_tokens(folders: lis
             await player.step(behavior, rng.choice(len(behavior), 4, p=np.exp(behavior)), lambda _: 0.0)
         after = divergence()
     assert before > 0.02
-    assert after < 0.3 * before
+    assert after < 0.1 * before
 
 
 # ---------------------------------------------------------------- a teacher for each environment
@@ -267,7 +267,9 @@ async def test_each_environment_is_scored_by_its_own_teacher_held_or_placed(
             assert found.teacher_logprobs[start + at] == pytest.approx(likeliest.values.numpy(), abs=1e-4)
 
     elsewhere = msgspec.structs.replace(batch, envs=("sums", "chess", *batch.envs[2:]))
-    with pytest.raises(LearnerError, match="episodes of chess have no reference policy; .* has one for sums, games, riddles"):
+    with pytest.raises(
+        LearnerError, match=r"episodes of chess have no reference policy; .* has one for sums, games, riddles"
+    ):
         await held.score(elsewhere)
     ready, placed = asyncio.Event(), [make_reference(config, model) for model in reference_models(config)]
     assert len(placed) == 2

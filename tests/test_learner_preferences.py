@@ -183,7 +183,7 @@ def test_a_policy_learns_preferences_that_others_gave_against_itself_before_the_
         for prompt, half in rng.integers(0, [512, 8], (200, 2)).tolist()
     ]
     policy = make_backend(config, temperature=1.0)
-    wanted = Sft(loss=Dpo(eta=10.0), held_out=0.2, epochs=2, tokens_per_step=32, lr=1e-3)
+    wanted = Sft(loss=Dpo(eta=10.0), held_out=0.2, epochs=2, tokens_per_step=32, lr=3e-3)
     result = run_preferences(policy, pairs, wanted, tokens_per_microbatch=16, seed=0, report=lambda _: None)
     policy.close()
     first, *_, last = result.held_out

@@ -275,7 +275,9 @@ def make_references(config: Config, policy: Backend) -> list[Scorer]:
     from ...learner.fsdp2.backend import Fsdp2Backend
 
     bare = policy.without_adapters() if isinstance(policy, Fsdp2Backend) else None
-    return [bare if bare and model == config.model else make_reference(config, model) for model in reference_models(config)]
+    return [
+        bare if bare and model == config.model else make_reference(config, model) for model in reference_models(config)
+    ]
 
 
 def reference_models(config: Config) -> list[Model]:

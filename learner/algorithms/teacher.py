@@ -65,7 +65,9 @@ def top_divergence(kl: Distillation, row: MicroBatch) -> torch.Tensor:
     trained = row.loss_mask
     if row.teacher_logprobs is None or row.candidate_logprobs is None:
         if trained.any():
-            raise LearnerError("distillation needs the log-probs of a teacher's likeliest tokens, which these rows lack")
+            raise LearnerError(
+                "distillation needs the log-probs of a teacher's likeliest tokens, which these rows lack"
+            )
         return row.advantages[trained]  # none: it only pads the number of passes
     policy, teacher = (with_remainder(one[trained]) for one in (row.candidate_logprobs, row.teacher_logprobs))
     of, to = (teacher, policy) if kl.forward else (policy, teacher)

@@ -103,9 +103,7 @@ class Fsdp2Model(ShardedModel):
 
         return self._computed(rows, likeliest)
 
-    def _computed(
-        self, rows: Sequence[MicroBatch], of_row: Callable[[MicroBatch], torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _computed(self, rows: Sequence[MicroBatch], of_row: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
         """Collective. What `of_row` gives for each of `rows`, on CPU, without gradient."""
         with all_ranks_agree("computing log-probs"), torch.no_grad():
             context = self._context
@@ -176,9 +174,7 @@ class Fsdp2Model(ShardedModel):
         kinds = self._model._no_split_modules or ()
         return [module for module in self._model.modules() if type(module).__name__ in kinds]
 
-    def _score(
-        self, row: MicroBatch, temperature: float, candidates: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _score(self, row: MicroBatch, temperature: float, candidates: torch.Tensor | None = None) -> torch.Tensor:
         """float32[N, 2] on the device, 0 where not trained: the log-prob and the entropy of each token. With `candidates` int64[N,
         k] float32[N, 2 + k]: between the two the log-probs of these tokens in its place."""
 
