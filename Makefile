@@ -5,6 +5,8 @@
 # `make install-browser` Playwright and Chromium.
 
 PYTHON ?= $(shell command -v python3.11 >/dev/null 2>&1 && python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+# Processes that may not write bytecode compile the package anew, each of them: two seconds.
+export PYTHONDONTWRITEBYTECODE =
 SEED ?= 0
 WORKERS ?= 2
 MODEL ?= models/quickstart$(if $(filter-out 0,$(SEED)),-$(SEED))

@@ -1,32 +1,33 @@
-"""Conversations from a JSONL file in OpenAI's chat format, the usual format of conversation data sets.
+"""Conversations of a data set in OpenAI's chat format, the usual one: rows of a file, or of what the `datasets` package loads.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "tools": [...]}
 
-A file of preferences has two conversations on each line, of which `chosen` is better; what comes before both may be in `prompt`:
+A row of preferences has two conversations, of which `chosen` is better; what comes before both may be in `prompt`:
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}],
      "chosen": [{"role": "assistant", "content": "4"}], "rejected": [{"role": "assistant", "content": "5"}], "tools": [...]}
 
 Invariants:
-- Every field of a message or a tool is used or rejected, never ignored; other fields beside those above are ignored.
-- An error is one line that names the file, the line and the allowed values.
+- Every field of a message or a tool is used or rejected, never ignored; other fields beside those above are ignored. One that is
+  null is not there: in tables all rows have all fields.
+- An error is one line that names where the row is and the allowed values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from ..envs.base import JSON, Message, Observation, ToolCall, ToolSpec
+from ..envs.dataset.rows import open_rows
 from ..errors import ConfigError
 from .demonstrations import Demonstration
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a line; unknown fields are rejected."""
+    """A part of a row; unknown fields are rejected."""
 
 
 class _CalledFunction(_Strict, frozen=True):
@@ -72,7 +73,7 @@ class _Preference(msgspec.Struct, frozen=True):
 
 
 class _InvalidLine(Exception):
-    """A line that is not a conversation; the message says why."""
+    """A row that is not a conversation; the message says why."""
 
 
 L = TypeVar("L", _Line, _Preference)
@@ -83,41 +84,36 @@ Conversation = tuple[
 
 
 def read_conversations(key: str, path: str) -> Iterator[Demonstration]:
-    """The conversations of the file at `path`, which the config names at `key`; blank lines are skipped. Raises ConfigError where
-    it cannot be read, holds none, or a line is not one that starts with another role than the assistant and ends with the
-    assistant, who never speaks twice in a row."""
-    example = '{"messages": [...]}'
-    for where, (opening, messages) in _lines(key, path, _Line, _conversation, "conversation", example):
+    """The conversations of the data set `path`, which the config names at `key`. Raises ConfigError as `open_rows`, and where a row
+    is not one that starts with another role than the assistant and ends with the assistant, who never speaks twice in a row."""
+    for where, (opening, messages) in _rows(key, path, _Line, _conversation):
         yield where, opening, messages
 
 
 def read_preferences(key: str, path: str) -> Iterator[tuple[Demonstration, Demonstration]]:
-    """The chosen and the rejected conversation of each line of the file at `path`; errors as those of `read_conversations`, and
+    """The chosen and the rejected conversation of each row of the data set `path`; errors as those of `read_conversations`, and
     where the two are the same."""
-    example = '{"chosen": [...], "rejected": [...]}'
-    for where, (chosen, rejected) in _lines(key, path, _Preference, _preference, "preference", example):
+    for where, (chosen, rejected) in _rows(key, path, _Preference, _preference):
         yield (f"{where}, chosen", *chosen), (f"{where}, rejected", *rejected)
 
 
-def _lines(
-    key: str, path: str, kind: type[L], made: Callable[[L], T], what: str, example: str
-) -> Iterator[tuple[str, T]]:
-    """What `made` makes of each line, after where it is."""
-    empty = True
-    try:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                empty, where = False, f"{key}: {path}:{number}"
-                try:
-                    yield where, made(msgspec.json.decode(line, type=kind))
-                except (msgspec.MsgspecError, UnicodeDecodeError, _InvalidLine) as error:
-                    raise ConfigError(f"{where}: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}") from None
-    if empty:
-        raise ConfigError(f"{key}: {path} holds no {what}; write one a line, as {example}")
+def _rows(key: str, path: str, kind: type[L], made: Callable[[L], T]) -> Iterator[tuple[str, T]]:
+    """What `made` makes of each row, after where it is."""
+    rows = open_rows(key, path)
+    for number in range(len(rows)):
+        where = f"{key}: {rows.place(number)}"
+        try:
+            columns = {name: _without_nulls(value) for name, value in rows.row(number).items() if value is not None}
+            yield where, made(msgspec.convert(columns, type=kind))
+        except (msgspec.MsgspecError, ValueError, _InvalidLine) as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+
+def _without_nulls(column: Any) -> Any:
+    """A list of messages, or whatever a column is, without the fields of a message that are null."""
+    if not isinstance(column, list):
+        return column
+    return [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in column]
 
 
 def _preference(line: _Preference) -> tuple[Conversation, Conversation]:

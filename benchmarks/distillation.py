@@ -5,14 +5,20 @@
 Invariants:
 - All arms begin with the model that the teacher began with and take AdamW steps with the same rate, loss and correction at the same
   bound of staleness. The distilled policy gets no reward. A teacher's judgement needs no group, so that the distilled policy plays
-  each task once; GRPO is compared with as many episodes per step, and with the quickstart's.
-- The teacher's reward is that of `slipstream eval` on fresh tasks; an arm reaches it where the mean reward of its newest `WINDOW`
-  episodes is not below it by more than twice its standard error. Both play at temperature 1.
+  each task once; GRPO is compared with as many episodes per batch, and with the quickstart's.
+- AdamW's step is as long whatever the gradient's size: with one step per batch a gradient of less noise is worth nothing where the
+  direction is clear already, and distillation and GRPO need the same number of batches. Distillation, and GRPO with as many
+  episodes, therefore take `MINIBATCHES` steps per batch, and distillation compares the teacher's `TOP` likeliest tokens at each
+  token, whose gradient has no noise of sampling, so that a step of few episodes is enough.
+- The teacher's reward is that of `slipstream eval` on fresh tasks; an arm has reached it where the mean reward of its next `WINDOW`
+  episodes is not below it by more than twice the standard error of the difference. Both play at temperature 1. What counts are the
+  episodes up to the first batch of these: the others only measure it, as many in every arm.
 - What is complete in the folder is not repeated. A folder holds results of one number of steps.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +40,7 @@ SEEDS, STEPS = 3, 60
 TEACHER_SEED = 1000
 WINDOW = 320  # episodes: a standard error of at most 0.03
 LEAST_STEPS = 7  # so that every arm plays as many
+MINIBATCHES, TOP = 4, 16
 
 EVALUATION = ("evaluation.tasks=1024",)
 
@@ -47,24 +54,29 @@ class Teacher(msgspec.Struct, frozen=True):
 
 
 class Contender(msgspec.Struct, frozen=True):
-    """One arm: `groups` of `size` episodes in a step, and `lengthened` times the steps of `--steps`."""
+    """One arm: `groups` of `size` episodes in a batch, which takes so many `minibatches`, and `lengthened` times the batches of
+    `--steps`."""
 
     name: str
     groups: int
     size: int
     lengthened: int = 1
+    minibatches: int = 1
 
     def overrides(self, teacher: Path) -> tuple[str, ...]:
         """What the arm changes of the quickstart."""
-        batch = (f"buffer.groups_per_batch={self.groups}", f"buffer.group_size={self.size}")
+        batch = (
+            *(f"buffer.groups_per_batch={self.groups}", f"buffer.group_size={self.size}"),
+            f"learner.algorithm.minibatches={self.minibatches}",
+        )
         if self.size > 1:
             return batch
-        taught = f"learner.algorithm.kl={{kind: distillation, reference: {teacher}}}"
+        taught = f"learner.algorithm.kl={{kind: distillation, reference: {teacher}, estimator: {{reverse: {TOP}}}}}"
         return (*batch, taught, "learner.algorithm.advantage={kind: none}")
 
 
-TAUGHT = Contender("distillation", 16, 1, lengthened=3)
-FLOORS = (Contender("grpo-16", 4, 4, lengthened=3), Contender("grpo-64", 8, 8))
+TAUGHT = Contender("distillation", 16, 1, lengthened=3, minibatches=MINIBATCHES)
+FLOORS = (Contender("grpo-16", 4, 4, lengthened=3, minibatches=MINIBATCHES), Contender("grpo-64", 8, 8))
 Runs = dict[str, list[tuple[Point, ...]]]  # by the name of the arm, of each seed
 
 
@@ -88,11 +100,14 @@ async def distillation(out: Path, seeds: int, steps: int, notify: Notify) -> tup
 
 
 def reached(points: Sequence[Point], teacher: Teacher) -> int | None:
-    """Episodes until the mean reward of the newest `WINDOW` is the teacher's; None where it never is."""
+    """Episodes until the mean reward of the `WINDOW` that begin there is the teacher's; None where it never is. Rewards are from 0
+    to 1, so that with a mean m their variance is at most m (1 - m) (Bhatia and Davis 2000)."""
     batches = WINDOW // points[0].samples
-    for last in range(batches, len(points) + 1):
-        if _newest(points[:last]) >= teacher.reward - 2 * teacher.stderr:
-            return points[last - 1].samples
+    for first in range(len(points) - batches + 1):
+        earned = _newest(points[: first + batches])
+        stderr = math.hypot(teacher.stderr, math.sqrt(max(0.0, earned * (1 - earned)) / WINDOW))
+        if earned >= teacher.reward - 2 * stderr:
+            return points[first].samples
     return None
 
 

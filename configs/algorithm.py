@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta, field, structs
 
+from .divergence import Distillation, Kl, KlInLoss, KlInReward, NoKl
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 K = TypeVar("K", bound=str)
@@ -289,46 +290,6 @@ PAPERS_MEAN: dict[type[Section], Mean] = {
 }
 """The aggregation of losses whose papers have another than the mean over tokens."""
 
-Estimator = Literal["k1", "k2", "k3"]
-
-
-class NoKl(Section, frozen=True, tag_field="kind", tag="none"):
-    """No KL penalty."""
-
-
-class Kl(Section, frozen=True):
-    """The divergence from a reference policy, KL(policy || reference), estimated token by token (Schulman 2020)."""
-
-    coefficient: AboveZero | dict[Literal["start", "target"], AboveZero] = 1e-3
-    """What a nat of divergence costs, in units of reward. `{start: 0.2, target: 6}` begins with 0.2 and changes it after each step
-    so that an episode diverges by 6 nats (Ziegler et al. 2019, arXiv:1909.08593)."""
-    reference: str = ""
-    """A Hugging Face folder or a name on a hub, as in `model.path`; empty is the policy as it was before the first step."""
-
-
-class KlPenalty(Kl, frozen=True):
-    estimator: Estimator = "k3"
-    """With r = reference / policy: `k1` is -log r, `k2` half of its square, `k3` r - 1 - log r."""
-
-
-class KlInLoss(KlPenalty, frozen=True, tag_field="kind", tag="loss"):
-    """Added to the loss of each token, as GRPO has it; the policy is the one being stepped."""
-
-
-class KlInReward(KlPenalty, frozen=True, tag_field="kind", tag="reward"):
-    """Taken off the reward of each token, as PPO on human preferences has it; the policy is the one that sampled."""
-
-    estimator: Estimator = "k1"
-
-
-class Distillation(Kl, frozen=True, tag_field="kind", tag="distillation"):
-    """On-policy distillation (Lu et al. 2025, "On-policy distillation"; Gu et al. 2023, arXiv:2306.08543): the reference is a
-    teacher, and what a token's log-prob is below the teacher's is added to its advantage."""
-
-    coefficient: AboveZero = 1.0
-    """What a nat is worth, in units of advantage."""
-
-
 TermKey = Literal["entropy", "imitation"]
 TERMS: dict[TermKey, float] = {"entropy": 0.0, "imitation": 0.0}
 
@@ -395,3 +356,24 @@ def needs_critic(algorithm: Algorithm) -> bool:
 def plays_greedily(algorithm: Algorithm) -> bool:
     """Whether one episode of each group is played greedily, for the others to be compared with."""
     return isinstance(algorithm.advantage, Remax)
+
+
+def references_of(algorithm: Algorithm) -> dict[str, str]:
+    """The reference policies by the environments whose episodes they score, see `Kl.references`; without a path the policy as it
+    was before the first step."""
+    return algorithm.kl.references if isinstance(algorithm.kl, Kl) else {"": ""}
+
+
+def reference_paths(algorithm: Algorithm) -> list[str]:
+    """The reference policies, each once, in the order in which they are numbered; "" as in `references_of`."""
+    return list(dict.fromkeys(references_of(algorithm).values()))
+
+
+def named_references(algorithm: Algorithm) -> dict[str, str]:
+    """The reference policies that the config names, by the keys that name them."""
+    return algorithm.kl.named_references if isinstance(algorithm.kl, Kl) else {}
+
+
+def top_of(algorithm: Algorithm) -> int:
+    """How many of a teacher's likeliest tokens the loss compares at each token; 0: none beside the sampled one."""
+    return algorithm.kl.top if isinstance(algorithm.kl, Distillation) else 0

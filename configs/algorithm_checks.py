@@ -33,8 +33,9 @@ from .algorithm import (
     TurnLevel,
     Uncorrected,
 )
-from .backends import REPLAY
-from .environments import traced_sections
+from .backends import REPLAY, Megatron
+from .divergence import REFERENCE_KEY
+from .environments import Mixture, traced_sections
 from .reward import ModelReward
 from .schema import Config
 from .section import Section
@@ -91,6 +92,7 @@ def loss_problems(config: Config) -> Iterator[str]:
     """Of the loss, its correction and its divergence."""
     yield from _correction(config)
     yield from _algorithm(config)
+    yield from _references(config)
     yield from _teacher(config)
     yield from _preference(config)
 
@@ -208,8 +210,18 @@ def _teacher(config: Config) -> Iterator[str]:
         yield f"{key}.kl.kind=reward with {key}.advantage.kind=none, which reads no reward; allowed are none, loss and distillation"
     if not isinstance(kl, Distillation):
         return
-    if not kl.reference:
+    if not all(kl.references.values()):
         yield f"{key}.kl.reference: distillation needs a teacher; name its folder or its name on the hub"
+    if not isinstance(kl.estimator, str) and len(kl.estimator) != 1:
+        yield (
+            f"{key}.kl.estimator: {{{', '.join(kl.estimator)}}}: a teacher is followed by one divergence; allowed are sampled, "
+            "{reverse: 32} and {forward: 32}, or another number of tokens"
+        )
+    if kl.top and isinstance(config.learner.backend, Megatron):
+        yield (
+            f"{key}.kl.estimator with learner.backend.kind=megatron, which gives log-probs of the sampled tokens only; allowed "
+            "with it is sampled, and any with fsdp2"
+        )
     if isinstance(algorithm.advantage, Prime):
         yield (
             f"{key}.kl.kind=distillation with {key}.advantage.kind=prime: process rewards are relative to the policy before the "
@@ -220,6 +232,26 @@ def _teacher(config: Config) -> Iterator[str]:
             f"{key}.kl.kind=distillation with {key}.loss.kind=sppo, whose advantage is one of a whole sequence: a teacher judges "
             "tokens; allowed are other losses"
         )
+
+
+def _references(config: Config) -> Iterator[str]:
+    """Of reference policies, one for each environment of a mixture."""
+    kl, env = config.learner.algorithm.kl, config.env
+    if not isinstance(kl, Kl) or not isinstance(kl.reference, dict):
+        return
+    if not isinstance(env, Mixture):
+        yield (
+            f"{REFERENCE_KEY}: one for each environment is for a mixture, and env.kind={env.__struct_config__.tag} is one "
+            "environment; allowed is one model"
+        )
+        return
+    names = ", ".join(env.parts)
+    for name in kl.reference:
+        if name not in env.parts:
+            yield f"{REFERENCE_KEY}.{name}: env.parts has no environment of this name; allowed are {names}"
+    for name in env.parts:
+        if name not in kl.reference:
+            yield f"{REFERENCE_KEY}: {name} of env.parts has no model; it needs one for each of {names}, or one for all"
 
 
 def _preference(config: Config) -> Iterator[str]:

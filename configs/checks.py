@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from .algorithm import Gae, needs_critic, needs_reference
+from .algorithm import Dpo, Gae, needs_critic, needs_reference
 from .algorithm_checks import PYTHON_NAME as PYTHON_NAME
 from .algorithm_checks import group_problems, loss_problems, trace_problems
 from .backends import REPLAY, Fsdp2, Megatron, copy_ranks
@@ -71,6 +71,8 @@ def _values(config: Config) -> Iterator[str]:
         paths["reward.path"] = config.reward.path
     if isinstance(config, SftConfig):
         paths["sft.out"] = config.sft.out
+        if isinstance(config.sft.loss, Dpo) and not config.sft.preferences:
+            yield "sft.loss.kind=dpo compares answers that are preferred with others; name them in sft.preferences, or use auto"
     for key, path in paths.items():
         if not path.strip():
             yield f"{key}: must not be empty"

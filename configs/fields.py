@@ -17,7 +17,7 @@ import msgspec
 from msgspec import inspect as reflect
 from msgspec import structs
 
-from . import algorithm, backends, environments, evaluation, reward, schema, sft
+from . import algorithm, backends, divergence, environments, evaluation, reward, schema, sft
 from .schema import Config
 
 
@@ -89,7 +89,16 @@ def type_text(kind: reflect.Type) -> str:
             return f"a section with the keys {keys}"
 
 
-MODULES = (schema, algorithm, backends, environments, evaluation, reward, sft)  # where sections are declared
+MODULES = (
+    schema,
+    algorithm,
+    backends,
+    divergence,
+    environments,
+    evaluation,
+    reward,
+    sft,
+)  # where sections are declared
 
 
 @functools.cache

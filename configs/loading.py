@@ -28,6 +28,7 @@ from msgspec import inspect as reflect
 
 from ..errors import ConfigError
 from .checks import check
+from .divergence import REFERENCE_KEY
 from .engine_checks import SERVERS
 from .environments import (
     FILES,
@@ -48,7 +49,7 @@ HERE = Path(__file__).parent
 Notice = Callable[[str], None]  # receives a line about what was read
 
 PATHS = (
-    "run.dir", "model.path", "reward.path", "learner.algorithm.kl.reference", "sft.out", "sft.messages",
+    "run.dir", "model.path", "reward.path", REFERENCE_KEY, "sft.out", "sft.messages",
     "sft.preferences", "agent.sandbox.folder",
 )  # fmt: skip
 """Keys that hold a path, or a hub name."""
@@ -302,6 +303,11 @@ def _validate_section(value: Tree, section: reflect.StructType, path: str) -> No
             item = value[key] = _expanded(here + key, item)
         if isinstance(item, dict) and here + key == SERVERS:
             item |= {url: _expanded(SERVERS, file) for url, file in item.items() if isinstance(file, str)}
+        elif isinstance(item, dict) and names_path:
+            paths = {
+                name: _expanded(f"{here}{key}.{name}", text) for name, text in item.items() if isinstance(text, str)
+            }
+            item = value[key] = item | paths
         _validate(item, annotations[key], default_tag(field), here + key)
     for field in section.fields:
         if field.required and field.name not in value:

@@ -10,8 +10,13 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
+from .algorithm import Dpo
 from .schema import Config
 from .section import AboveZero, Positive, Section
+
+
+class UsualLoss(Section, frozen=True, tag_field="kind", tag="auto"):
+    """Of conversations minus the log-likelihood; of preferences that of a classifier (Bradley and Terry 1952)."""
 
 
 class Sft(Section, frozen=True):
@@ -21,11 +26,16 @@ class Sft(Section, frozen=True):
     out: str = "models/quickstart"
     """Folder that receives the trained model."""
     messages: str = ""
-    """A file of conversations, each a JSON object on a line, `{"messages": [...], "tools": [...]}` in OpenAI's chat format; the
-    model learns the assistant's messages. Empty uses demonstrations of the environment."""
+    """Conversations, each `{"messages": [...], "tools": [...]}` in OpenAI's chat format: a `.jsonl` or `.parquet` file, or what
+    the `datasets` package loads, as `env.path` of a data set. The model learns the assistant's messages. Empty uses
+    demonstrations of the environment."""
     preferences: str = ""
-    """A file of preferences, each a JSON object on a line, `{"prompt": [...], "chosen": [...], "rejected": [...]}`. The model
-    becomes a classifier, which `reward.kind=classifier` serves: it learns to score chosen conversations above rejected ones."""
+    """Preferences, each `{"prompt": [...], "chosen": [...], "rejected": [...]}`, in such a file or data set. The model becomes a
+    classifier, which `reward.kind=classifier` serves: it learns to score chosen conversations above rejected ones. With
+    `sft.loss.kind=dpo` it stays a policy, which learns to prefer them."""
+    loss: UsualLoss | Dpo = field(default_factory=UsualLoss)
+    """`auto`: the likelihood of conversations, or of preferences a classifier's. `dpo`: preferences train the policy itself,
+    against the policy as it is before the first step; `sft.loss.eta` is 1 / beta, 10 by default."""
     demonstrations: Positive = 4096
     """Conversations to generate when there is no file."""
     held_out: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.02

@@ -7,7 +7,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ..configs.algorithm import Kl, PythonFunction
+from ..configs.algorithm import PythonFunction, named_references
 from ..configs.checks import COMMAND, PYTHON_NAME, SAMPLERS
 from ..configs.environments import (
     DataSection,
@@ -26,13 +26,13 @@ from .run_inputs import RunInputs
 
 
 def model_files(inputs: RunInputs) -> str:
-    """The policy, and the model that the KL term refers to, are folders or names on the hub."""
+    """The policy, and the models that the KL term refers to, are folders or names on the hub."""
     from ..learner.hub import require_model
 
-    config, kl = inputs.config, inputs.config.learner.algorithm.kl
+    config = inputs.config
     require_model(config.model.path, "model.path")
-    if isinstance(kl, Kl) and kl.reference:
-        require_model(kl.reference, "learner.algorithm.kl.reference")
+    for key, path in named_references(config.learner.algorithm).items():
+        require_model(path, key)
     return config.model.path
 
 
@@ -96,7 +96,7 @@ def alert_program(inputs: RunInputs) -> str:
 
 def environment_files(inputs: RunInputs) -> str:
     """The files, folders and modules of every environment, those of evaluations too."""
-    from ..envs.loading import require_file
+    from ..envs.dataset.rows import require_rows
 
     config = inputs.config
     sections = parts_by_key(config.env)
@@ -111,7 +111,7 @@ def environment_files(inputs: RunInputs) -> str:
             raise ConfigError("sft.messages and sft.preferences: a model learns from one of them; leave out the other")
         for key, path in files.items():
             if path:
-                require_file(key, path)
+                require_rows(key, path)
     return ", ".join(sections)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from ..configs import Config
-from ..configs.algorithm import Kl
+from ..configs.algorithm import named_references, top_of
 from ..configs.backends import REPLAY, Megatron
 from ..configs.checks import COMMAND
 from ..configs.schema import ENGINE_OPTIONS, SPLIT, parse_memory
@@ -23,18 +23,22 @@ def model(inputs: RunInputs) -> str:
     from ..learner.model import check_model, read_shape, vocabulary_size
 
     config = inputs.config
-    path, kl = config.model.path, config.learner.algorithm.kl
+    path, algorithm = config.model.path, config.learner.algorithm
     check_model(path)
     check_model_fits(config, read_shape(path))
     size = vocabulary_size(path)
-    if isinstance(kl, Kl) and kl.reference:
-        key = "learner.algorithm.kl.reference"
-        check_model(kl.reference, key)
-        if vocabulary_size(kl.reference) != size:
+    for key, reference in named_references(algorithm).items():
+        check_model(reference, key)
+        if vocabulary_size(reference) != size:
             raise ConfigError(
-                f"{key}: {kl.reference!r} has a vocabulary of {vocabulary_size(kl.reference)}, model.path {path!r} one of {size}; "
+                f"{key}: {reference!r} has a vocabulary of {vocabulary_size(reference)}, model.path {path!r} one of {size}; "
                 "the two must give log-probs to the same tokens"
             )
+    if top_of(algorithm) > size:
+        raise ConfigError(
+            f"learner.algorithm.kl.estimator: {path!r} has {size} tokens, of which {top_of(algorithm)} cannot be the likeliest; "
+            f"allowed are 1 to {size}"
+        )
     return f"{path}, vocabulary {size}"
 
 
@@ -47,10 +51,10 @@ def learner(inputs: RunInputs) -> str:
     from ..learner.model import read_config, read_routers
 
     config = inputs.config
-    chosen, kl = config.learner.backend, config.learner.algorithm.kl
+    chosen = config.learner.backend
     if isinstance(chosen, Megatron):
         fit.check_installed(chosen)
-    for path in {config.model.path, kl.reference if isinstance(kl, Kl) and kl.reference else config.model.path}:
+    for path in {config.model.path, *named_references(config.learner.algorithm).values()}:
         model = read_config(path)
         if isinstance(chosen, Megatron):
             fit.check_family(model)

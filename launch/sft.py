@@ -30,6 +30,7 @@ from msgspec import structs
 
 from ..common.fsio import write_atomic
 from ..configs import Config, SftConfig
+from ..configs.algorithm import Dpo
 from ..errors import ConfigError, Interrupted, LearnerError, RoleDied
 from ..monitor.terminal import View
 from .preflight import preflight, writable
@@ -122,11 +123,12 @@ def train(config: SftConfig, examples: list[Example], work: Path, print_line: Pr
             print_line(f"sft step {news.step}/{news.steps}  loss {news.loss:.3f}  {news.tokens_per_s:.0f} tokens/s")
 
     how = {"tokens_per_microbatch": config.learner.backend.tokens_per_microbatch, "seed": config.seed, "report": report}
-    backend = make_preference_model(config) if config.sft.preferences else make_backend(config, temperature=1.0)
+    classifies = config.sft.preferences and not isinstance(config.sft.loss, Dpo)
+    backend = make_preference_model(config) if classifies else make_backend(config, temperature=1.0)
     try:
         if config.sft.preferences:
-            ids = [token_ids for token_ids, _ in examples]
-            result = run_preferences(backend, list(zip(ids[::2], ids[1::2], strict=True)), config.sft, **how)
+            pairs = list(zip(examples[::2], examples[1::2], strict=True))
+            result = run_preferences(backend, pairs, config.sft, **how)
         else:
             result = run_sft(backend, examples, config.sft, **how)
         backend.export(work / MODEL_FOLDER)

@@ -20,7 +20,7 @@ import torch
 from ..common.annotations import CLIPPED, DROPPED, TOKEN_BYTES, TRAINED, VALUES, TokenAnnotations
 from .backend import PolicyLoss, TokenOutputs, listening
 from .batch import TrainBatch
-from .packing import MicroBatch
+from .packing import MicroBatch, without_candidates
 
 FLOAT16_LIMIT = float(np.finfo(np.float16).max)
 
@@ -56,7 +56,7 @@ class StepAnnotations:
 
     def _hear(self, tokens: TokenOutputs, row: MicroBatch) -> None:
         if not self._chosen.isdisjoint(row.ids):
-            self._seen.append((row, *_compact(tokens)))
+            self._seen.append((without_candidates(row), *_compact(tokens)))
 
     def finish(self) -> list[TokenAnnotations]:
         """What this rank saw, trajectory by trajectory."""

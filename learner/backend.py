@@ -93,6 +93,12 @@ class Scorer(ABC):
         that share a data rank, the rows of the first are scored; each gets back as many as it gave. `temperature` replaces that of
         training."""
 
+    def top_logprobs(self, rows: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
+        """Collective. As `logprobs`, float32[N, 1 + 2 count]: the log-prob of the token, those of the `count` likeliest tokens in
+        its place, and their ids, which are exact below 2^24. Raises LearnerError where a model gives those of given tokens only."""
+        name = type(self).__name__
+        raise LearnerError(f"{name} gives log-probs of the sampled tokens only; see learner.algorithm.kl.estimator")
+
     @abstractmethod
     def close(self) -> None:
         """Free the model and leave the process group. No other method may be called afterwards."""

@@ -66,12 +66,19 @@ class TrainBatch(msgspec.Struct, frozen=True):
     greedy: NDArray[np.bool_]  # bool[E], baselines that were played at temperature 0
     masked: NDArray[np.bool_]  # bool[E], episodes that carry no loss and are compared with
     prompts: NDArray[np.int64] | None = None  # int64[S], hashes of tokens before the first sampled one
+    teacher: NDArray[np.int64] | None = (
+        None  # int64[S], the reference policy that scores the sequence; None where there is one
+    )
     reference_logprobs: NDArray[np.float32] | None = None  # float32[N], of the reference policy
+    # int32[N, k] and float32[N, k]: the tokens that a teacher finds likeliest in the place of each, and their log-probs
+    teacher_ids: NDArray[np.int32] | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None  # float32[N], a critic's, or a reward model's log(policy / reference)
     penalties: NDArray[np.float32] | None = None  # float32[N], taken off the rewards; None for no penalty
     returns: NDArray[np.float32] | None = None  # float32[N], the critic's targets; None where there is no critic
     # [N, layers, top_k], which experts the engine's routers chose, zeros where there is no record; None where there is none at all
     experts: NDArray[Any] | None = None
+    envs: tuple[str, ...] = ()  # E names of environments
     metrics: tuple[Mapping[str, float], ...] = ()  # E mappings: what the environment reported of each episode
     carried: dict[str, float] = {}  # numbers that the algorithm carries from step to step, by name (`CheckpointState`)
 
@@ -117,6 +124,7 @@ class TrainBatch(msgspec.Struct, frozen=True):
             episode=self.episode[chosen],
             ids=tuple(self.ids[i] for i in chosen),
             prompts=None if self.prompts is None else self.prompts[chosen],
+            teacher=None if self.teacher is None else self.teacher[chosen],
             **{name: column[tokens] for name, column in columns.items()},
         )
 
@@ -125,7 +133,7 @@ AUX_COLUMNS = ("reference_logprobs", "values", "penalties", "returns")
 TOKEN_COLUMNS = (
     *("token_ids", "loss_mask", "sampled", "behavior_logprobs", "staleness", "mixed", "advantages", "turn"),
     *AUX_COLUMNS,
-    "experts",
+    *("teacher_ids", "teacher_logprobs", "experts"),
 )
 """Columns of `TrainBatch` with one entry per token; those that aux models and engines give may be None."""
 
@@ -207,6 +215,7 @@ def flatten(
         step_rewards=concatenate(steps, np.float64),
         greedy=np.array([withheld.get(name) == "baseline" for name in ids], dtype=np.bool_),
         masked=np.array([name in withheld for name in ids], dtype=np.bool_),
+        envs=tuple(first.env for first in firsts),
         metrics=tuple(first.metrics for first in firsts),
     )
 

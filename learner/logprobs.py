@@ -17,11 +17,12 @@ LOWEST = torch.finfo(torch.float32).min
 def token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of `targets` and entropy, in nats, under softmax(logits / temperature): float32[K] each. Both can be differentiated.
+    """Log-probs of `targets`, float32 in their shape, and entropy, float32[K], in nats, under softmax(logits / temperature). Both
+    can be differentiated.
 
     Args:
         logits: [K, V], any float dtype; [K, V / R] where the vocabulary is split over the R ranks of `group`, in their order.
-        targets: int64[K], ids in the whole vocabulary.
+        targets: int64[K], ids in the whole vocabulary; int64[K, M] for M tokens after each position.
         group: makes the call collective: every rank gets the results, and differentiates them by its own logits.
     """
     split = group if group is not None and group.size() > 1 else None
@@ -32,6 +33,8 @@ class _TokenLogprobs(torch.autograd.Function):
     """With z = logits / T, p = softmax(z), H = -sum p log p, a rank of a split vocabulary needs its own logits only:
 
     d log p_y / dz = onehot(y) - p        dH / dz = -p (log p + H)
+
+    Of M targets the gradients add up, so that no [K, V] is kept for each.
     """
 
     @staticmethod
@@ -39,29 +42,31 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         width = logits.shape[-1]
-        local = targets
+        local = targets if targets.ndim == 2 else targets[:, None]
         if group is not None:  # -1 where another rank has the target
-            local = targets - group.rank() * width
+            local = local - group.rank() * width
             local = local.where((local >= 0) & (local < width), -1)
-        chosen = logits.new_empty(len(logits), dtype=torch.float32)
-        entropy, normalizer = torch.empty_like(chosen), torch.empty_like(chosen)
+        chosen = logits.new_empty(targets.shape, dtype=torch.float32)
+        by_target = chosen.view(local.shape)
+        entropy = logits.new_empty(len(logits), dtype=torch.float32)
+        normalizer = torch.empty_like(entropy)
         for part in _chunks(logits):
             z = (logits[part].float() / temperature).clamp_(min=LOWEST)
-            target = logits[part].gather(-1, local[part, None].clamp(min=0)).squeeze(-1).float() / temperature
+            target = logits[part].gather(-1, local[part].clamp(min=0)).float() / temperature
             target = target.where(local[part] >= 0, 0.0)
             largest = z.amax(-1)
             if group is not None:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             z -= largest[:, None]
             weights = z.exp()
-            sums = torch.stack([weights.sum(-1), weights.mul_(z).sum(-1), target])
+            sums = torch.stack([weights.sum(-1), weights.mul_(z).sum(-1), *target.unbind(-1)])
             if group is not None:
                 dist.all_reduce(sums, group=group)
-            total, weighted, target = sums
+            total, weighted, *target = sums
             log_total = total.log()
             entropy[part] = log_total - weighted / total
             normalizer[part] = largest + log_total
-            chosen[part] = target - normalizer[part]
+            by_target[part] = torch.stack(target, -1) - normalizer[part, None]
         ctx.save_for_backward(logits, local, normalizer, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -69,12 +74,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None, None]:
-        """`targets` are -1 where they are in another rank's part of the vocabulary."""
+        """`targets`, int64[K, M], are -1 where they are in another rank's part of the vocabulary."""
         grad_chosen, grad_entropy = grads
         logits, targets, normalizer, entropy = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
-        owned = targets >= 0
-        scale = torch.zeros_like(normalizer) if grad_chosen is None else grad_chosen
+        by_target = torch.zeros_like(targets, dtype=torch.float32)
+        if grad_chosen is not None:
+            by_target = grad_chosen.reshape(targets.shape)
+        scale, owned = by_target.sum(-1), by_target * (targets >= 0)
         for part in _chunks(logits):
             logp = (logits[part].float() / ctx.temperature).sub_(normalizer[part, None])
             if grad_entropy is None:
@@ -83,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad = logp.exp()
                 surprise = logp.clamp_(min=LOWEST).add_(entropy[part, None])
                 grad.mul_(surprise.mul_(-grad_entropy[part, None]).sub_(scale[part, None]))
-            grad.scatter_add_(-1, targets[part, None].clamp(min=0), (scale * owned)[part, None])
+            grad.scatter_add_(-1, targets[part].clamp(min=0), owned[part])
             grad_logits[part] = grad.div_(ctx.temperature)
         return grad_logits, None, None, None
 

@@ -49,6 +49,11 @@ class MicroBatch(msgspec.Struct, frozen=True):
     mixed: torch.Tensor  # bool[N], trained tokens from keys and values of older weights too; no version gives these
     positive: torch.Tensor  # bool[N], trained tokens of episodes whose reward is above 0
     reference_logprobs: torch.Tensor | None = None  # float32[N], 0 where not trained; None: no reference
+    # int64[N, k] and float32[N, k]: the tokens that a teacher finds likeliest, and its log-probs of them; None: not needed
+    teacher_ids: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
+    # float32[N, k], of the policy that is stepped, with a gradient; the backend gives them to a loss, where there are `teacher_ids`
+    candidate_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None  # float32[N], an aux model's outputs before the batch, 0 where not trained
     returns: torch.Tensor | None = None  # float32[N], a critic's targets, 0 where not trained; None where there is none
     # uint8 or int32[N, layers, top_k], see `TrainBatch.experts`; None where no token has a record
@@ -140,6 +145,8 @@ def to_microbatch(batch: TrainBatch) -> MicroBatch:
         mixed=_tensor(batch.mixed),
         positive=torch.from_numpy(batch.loss_mask & np.repeat(batch.positive, batch.sizes)),
         reference_logprobs=None if batch.reference_logprobs is None else _tensor(batch.reference_logprobs),
+        teacher_ids=None if batch.teacher_ids is None else torch.from_numpy(batch.teacher_ids.astype(np.int64)),
+        teacher_logprobs=None if batch.teacher_logprobs is None else _tensor(batch.teacher_logprobs),
         values=None if batch.values is None else _tensor(batch.values),
         returns=None if batch.returns is None else _tensor(batch.returns),
         experts=None if batch.experts is None else _expert_tensor(batch.experts),
@@ -167,6 +174,11 @@ def scoring_microbatch(sequences: Sequence[Sequence[int]]) -> MicroBatch:
 def with_proximal(microbatch: MicroBatch, logprobs: torch.Tensor) -> MicroBatch:
     """`microbatch` with the log-probs of the policy as it was before the batch's first step."""
     return msgspec.structs.replace(microbatch, proximal_logprobs=torch.where(microbatch.loss_mask, logprobs, 0.0))
+
+
+def without_candidates(microbatch: MicroBatch) -> MicroBatch:
+    """`microbatch` without the teacher's likeliest tokens, k numbers for each token and a gradient, which only a loss needs."""
+    return msgspec.structs.replace(microbatch, teacher_ids=None, teacher_logprobs=None, candidate_logprobs=None)
 
 
 def mismatch(microbatches: Sequence[MicroBatch]) -> tuple[float, int]:

@@ -1,6 +1,9 @@
 """Supervised fine-tuning: the same backend, a loss that is minus the log-likelihood of the marked tokens; and training on
 preferences. Every rank calls `run_sft` or `run_preferences` with the same sequences and seed, and takes its part of each step.
 
+A policy learns preferences by DPO (Rafailov et al. 2023, arXiv:2305.18290, equation 7), whose reference is the policy before the
+first step: its log-probs of all sequences are computed once, and no second model is held.
+
 A reward model scores a sequence by a head on its last token; of a preference it learns (Bradley & Terry 1952; Ouyang et al. 2022,
 arXiv:2203.02155, equation 1)
 
@@ -26,6 +29,7 @@ from ..configs.sft import Sft
 from ..errors import ConfigError
 from .algorithms import loss_of
 from .algorithms.preferences import gather_pairs
+from .aux_models.base import score_whole
 from .backend import Backend, BackendStepResult, LossOutput
 from .batch import TrainBatch, supervised
 from .packing import MicroBatch, microbatches, with_proximal
@@ -35,8 +39,7 @@ WARMUP_SHARE = 0.05  # share of the steps over which the learning rate rises, un
 FINAL_SHARE = 0.1  # share of the steps, at the end, over which the reported loss is averaged
 Example = tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]  # token ids, which are imitated
 
-
-BRADLEY_TERRY = Algorithm(advantage=NoAdvantage(), loss=Dpo(eta=1.0))
+BRADLEY_TERRY = Dpo(eta=1.0)
 
 
 class SftProgress(msgspec.Struct, frozen=True):
@@ -52,7 +55,8 @@ class SftProgress(msgspec.Struct, frozen=True):
 
 class HeldOut(msgspec.Struct, frozen=True):
     """After `epoch` passes over the others: mean loss on the held-out sequences, nats per token, over their `tokens`; of
-    preferences nats per preference, over their number, and the share of them whose chosen sequence has the higher score."""
+    preferences nats per preference, over their number, and the share of them whose chosen sequence has the higher score, or with
+    DPO gained more log-likelihood than the other."""
 
     epoch: int
     loss: float
@@ -102,25 +106,31 @@ def run_sft(
 
 def run_preferences(
     backend: Backend,
-    preferences: Sequence[tuple[Sequence[int] | NDArray[np.int32], Sequence[int] | NDArray[np.int32]]],
+    preferences: Sequence[tuple[Example, Example]],
     config: Sft,
     *,
     tokens_per_microbatch: int,
     seed: int,
     report: Callable[[SftProgress | HeldOut], None],
 ) -> SftResult:
-    """Collective. As `run_sft`, of the token ids of the chosen and of the rejected sequence of each preference; `backend` has a
-    head, as a critic, whose output before a token is the score of all tokens up to there."""
-    # Of each sequence another token is asked for, whatever it is: the output before it is that at the last token.
-    ended = [[*ids, ids[-1]] for pair in preferences for ids in pair]
-    examples = supervised([(ids, [False] * (len(ids) - 1) + [True]) for ids in ended])
+    """Collective. As `run_sft`, of the chosen and of the rejected sequence of each preference. With `sft.loss.kind=dpo` `backend`
+    is a policy; else it has a head, as a critic, whose output before a token is the score of all tokens up to there."""
+    sequences = [sequence for pair in preferences for sequence in pair]
+    if isinstance(config.loss, Dpo):
+        loss, examples = config.loss, supervised(sequences)
+        reference = score_whole([backend], backend, examples, tokens_per_microbatch)[:, 0]
+    else:
+        # Of each sequence another token is asked for, whatever it is: the output before it is that at the last token.
+        ended = [[*ids, ids[-1]] for ids, _ in sequences]
+        loss, examples = BRADLEY_TERRY, supervised([(ids, [False] * (len(ids) - 1) + [True]) for ids in ended])
+        reference = np.zeros(len(examples.token_ids), dtype=np.float32)
     examples = msgspec.structs.replace(
         examples,
         groups=np.arange(len(examples)) // 2,
         rewards=np.tile([1.0, 0.0], len(preferences)),
-        reference_logprobs=np.zeros(len(examples.token_ids), dtype=np.float32),
+        reference_logprobs=reference,
     )
-    return _run(backend, examples, _PREFERENCE, config, tokens_per_microbatch, seed, report)
+    return _run(backend, examples, _by_preference(loss), config, tokens_per_microbatch, seed, report)
 
 
 def _run(
@@ -211,16 +221,20 @@ def _scored(backend: Backend, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
     return [with_proximal(row, scores) for row, scores in zip(rows, backend.logprobs(rows), strict=True)]
 
 
-def _step_by_preference(backend: Backend, rows: Sequence[MicroBatch], lr: float) -> BackendStepResult:
-    rows = _scored(backend, rows)
-    return backend.step(rows, loss_of(BRADLEY_TERRY, longest=1)(rows, backend.gather), lr)
+def _by_preference(loss: Dpo) -> _Objective:
+    """Of a preference - log sigmoid(margin / eta), mean over the preferences of a step."""
+    batch_loss = loss_of(Algorithm(advantage=NoAdvantage(), loss=loss), longest=1)
 
+    def step(backend: Backend, rows: Sequence[MicroBatch], lr: float) -> BackendStepResult:
+        rows = _scored(backend, rows)
+        return backend.step(rows, batch_loss(rows, backend.gather), lr)
 
-def _margins_of_held_out(backend: Backend, rows: Sequence[MicroBatch], epoch: int) -> HeldOut:
-    margins = torch.tensor([pair.margin for pair in gather_pairs(_scored(backend, rows), backend.gather)[0]])
-    loss, right = -functional.logsigmoid(margins).mean(), (margins > 0).double().mean()
-    return HeldOut(epoch=epoch, loss=float(loss), tokens=len(margins), right=float(right))
+    def evaluate(backend: Backend, rows: Sequence[MicroBatch], epoch: int) -> HeldOut:
+        margins = torch.tensor([pair.margin for pair in gather_pairs(_scored(backend, rows), backend.gather)[0]])
+        mean, right = -functional.logsigmoid(margins / loss.eta).mean(), (margins > 0).double().mean()
+        return HeldOut(epoch=epoch, loss=float(mean), tokens=len(margins), right=float(right))
+
+    return _Objective(2, step, evaluate)
 
 
 _LIKELIHOOD = _Objective(1, _step_by_likelihood, _likelihood_of_held_out)
-_PREFERENCE = _Objective(2, _step_by_preference, _margins_of_held_out)

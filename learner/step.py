@@ -33,6 +33,7 @@ from .packing import (
     plan_steps,
     to_microbatch,
     with_proximal,
+    without_candidates,
 )
 from .ratios import LargestRatios
 
@@ -134,8 +135,9 @@ class PolicyStepper:
         loss = annotate(self._loss(rows, self._backend.gather))
 
         def on_policy(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
-            seen.append(with_proximal(row, logprobs.detach()))
-            return loss(logprobs, entropy, seen[-1])
+            known = with_proximal(row, logprobs.detach())
+            seen.append(without_candidates(known))
+            return loss(logprobs, entropy, known)
 
         return self._backend.step(rows, on_policy, lr)
 

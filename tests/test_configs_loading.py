@@ -11,6 +11,8 @@ from slipstream.configs.renamed import RENAMED
 from slipstream.configs.schema import FAILURES, Failure
 from slipstream.errors import ConfigError
 
+MIXED = "env={kind: mixture, parts: {a: {kind: reasoning_gym}, b: {kind: reasoning_gym}}}"
+
 
 def write(folder: Path, text: str) -> str:
     path = folder / "config.yaml"
@@ -460,6 +462,37 @@ def test_a_missing_file_names_the_presets():
             ["buffer.dynamic_sampling=true would discard groups that teach", "kl.kind=distillation learns"],
         ),
         (
+            ["learner.algorithm.kl={kind: distillation, reference: m, estimator: {reverse: 8, forward: 8}}"],
+            ["kl.estimator: {reverse, forward}", "allowed are sampled, {reverse: 32} and {forward: 32}"],
+        ),
+        (
+            ["learner.algorithm.kl={kind: distillation, reference: m, estimator: {reverse: 0}}"],
+            ["kl.estimator", "one of sampled or a mapping of forward, reverse to an integer >= 1"],
+        ),
+        (
+            [
+                "learner.algorithm.kl={kind: distillation, reference: m, estimator: {reverse: 8}}",
+                "learner.backend.kind=megatron",
+            ],
+            ["kl.estimator with learner.backend.kind=megatron", "sampled, and any with fsdp2"],
+        ),
+        (
+            ["learner.algorithm.kl={kind: distillation, reference: {a: m}}"],
+            ["kl.reference: one for each environment is for a mixture", "allowed is one model"],
+        ),
+        (
+            [MIXED, "learner.algorithm.kl={kind: distillation, reference: {a: m, b: n, c: o}}"],
+            ["learner.algorithm.kl.reference.c: env.parts has no environment of this name", "allowed are a, b"],
+        ),
+        (
+            [MIXED, "learner.algorithm.kl={kind: loss, reference: {a: m}}"],
+            ["learner.algorithm.kl.reference: b of env.parts has no model", "each of a, b, or one for all"],
+        ),
+        (
+            [MIXED, "learner.algorithm.kl={kind: distillation, reference: {a: m, b: ''}}"],
+            ["learner.algorithm.kl.reference: distillation needs a teacher"],
+        ),
+        (
             ["learner.aux_models.critic=1", "learner.algorithm.kl.kind=loss"],
             [
                 "learner.aux_models.critic=1: no auxiliary model learns",
@@ -617,6 +650,9 @@ def test_paths_take_home_and_variables(monkeypatch, tmp_path):
     config = load("quickstart", ["run.dir=$SCRATCH/runs/a", "model.path=~/models/b"])
     assert (config.run.dir, config.model.path) == ("/scratch/runs/a", f"{tmp_path}/models/b")
     assert load(write(tmp_path, "run: {dir: '${SCRATCH}/x'}")).run.dir == "/scratch/x"
+    named = load("quickstart", [MIXED, "learner.algorithm.kl={kind: loss, reference: {a: $SCRATCH/a, b: org/b}}"])
+    assert named.learner.algorithm.kl.reference == {"a": "/scratch/a", "b": "org/b"}
+    assert load(write(tmp_path, dump(named))) == named
     monkeypatch.delenv("SCRATCH")
     assert refusal("quickstart", "run.dir=$SCRATCH/x").startswith(
         "run.dir: '$SCRATCH/x' names $SCRATCH, which is not set"
@@ -675,3 +711,9 @@ def test_fine_tuning_adds_its_section_to_a_runs_config(tmp_path):
     assert load(write(tmp_path, "extends: quickstart\nsft: {lr: 1e-4}"), (), SftConfig).sft.lr == 1e-4
     with pytest.raises(ConfigError, match=r"sft\.out: must not be empty"):
         load("quickstart", ["sft.out="], SftConfig)
+    assert (
+        load("quickstart", ["sft.preferences=p.jsonl", "sft.loss.kind=dpo", "sft.loss.eta=4"], SftConfig).sft.loss.eta
+        == 4
+    )
+    with pytest.raises(ConfigError, match=r"sft\.loss\.kind=dpo .* name them in sft\.preferences, or use auto"):
+        load("quickstart", ["sft.loss.kind=dpo"], SftConfig)

@@ -177,6 +177,7 @@ def test_every_key_file_and_link_exists(page: Path) -> None:
         "learner.algorithm.advantage.lam",
         "learner.algorithm.terms",
         "reward.weights",
+        "sft.loss",
         "rollout.failures",
         "env.parts",
         "launch.ports",

@@ -1,5 +1,5 @@
-"""`slipstream sft sft.preferences=FILE`: a planted preference becomes a classifier, whose scores transformers computes alike; lines
-that are no preference are named."""
+"""`slipstream sft sft.preferences=FILE`: a planted preference becomes a classifier, whose scores transformers computes alike, or by
+`sft.loss.kind=dpo` a policy; rows that are no preference are named."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from slipstream.configs import SftConfig, load
 from slipstream.launch.cli.main import main
 from slipstream.launch.reward_check import check_reward_model
@@ -17,7 +19,7 @@ from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.sft import RESULT_FILE, make_examples
 from slipstream.learner.sft import SftResult
 from slipstream.tests.test_launch_sft import HI, YES, written
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 WORDS = ("sum", "of", "the", "two", "numbers", "is", "and", "what")
 COUNT, HELD_OUT = 160, 0.2
@@ -68,6 +70,43 @@ def test_a_planted_preference_becomes_a_classifier_that_can_be_served(policy, pr
     assert check_reward_model(RunInputs(config)).startswith("classifier ")
 
 
+def test_a_policy_is_trained_on_a_table_of_preferences_by_the_loss_that_is_reported(
+    policy, preferences, tmp_path, capsys
+):
+    """The last loss on what was held out is that of the written model against the one before, in transformers."""
+    rows, table, out = [], tmp_path / "preferences.parquet", tmp_path / "tuned"
+    for line in preferences.read_text().splitlines()[:24]:
+        row = msgspec.json.decode(line)
+        chosen = [message | {"name": None} for message in row["chosen"]]  # as tables have what other rows have
+        rows.append({"prompt": row.get("prompt"), "chosen": chosen, "rejected": row["rejected"]})
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    keys = [
+        *(f"model.path={policy}", f"sft.out={out}", f"sft.preferences={table}", "sft.held_out=0.25"),
+        *("sft.epochs=1", "sft.lr=1e-3", "sft.tokens_per_step=128", "sft.loss={kind: dpo, eta: 5}"),
+    ]
+    assert main(["sft", "quickstart", *keys]) == 0
+    assert "nats per preference" in (printed := capsys.readouterr().out)
+    assert f"the model is in {out}" in printed
+    result = msgspec.json.decode((out / RESULT_FILE).read_bytes(), type=SftResult)
+    first, last = result.held_out
+    assert first.loss == pytest.approx(np.log(2), abs=1e-5)
+    assert abs(last.loss - first.loss) > 1e-3
+
+    examples = make_examples(load("quickstart", keys, SftConfig))
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (out, policy)]
+    gains = []
+    for ids, mask in examples:
+        tokens, trained = torch.tensor(ids), torch.tensor(mask)[1:]
+        with torch.no_grad():
+            logps = [model(tokens[None]).logits[0, :-1].log_softmax(-1) for model in models]
+        now, before = (logp[range(len(ids) - 1), tokens[1:]][trained].double().sum() for logp in logps)
+        gains.append(now - before)
+    margins = torch.stack(gains[::2]) - torch.stack(gains[1::2])
+    held = torch.from_numpy(np.random.default_rng(0).permutation(len(margins))[: last.tokens])
+    loss = -torch.nn.functional.logsigmoid(margins[held] / 5).mean()
+    assert loss.item() == pytest.approx(last.loss, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -84,7 +123,7 @@ def test_a_line_that_is_no_preference_is_refused_by_its_number(policy, tmp_path,
     keys = [f"model.path={policy}", f"sft.out={tmp_path / 'out'}", f"sft.preferences={file}"]
     assert main(["sft", "quickstart", *keys]) == 2
     error = capsys.readouterr().err
-    assert f"sft.preferences: {file}:2: " in error
+    assert f"sft.preferences: {file}, line 2: " in error
     assert expected in error
     assert not (tmp_path / "out").exists()
 
@@ -101,4 +140,4 @@ def test_an_empty_file_is_refused(policy, tmp_path, capsys):
     assert (
         main(["sft", "quickstart", f"model.path={policy}", f"sft.out={tmp_path / 'o'}", f"sft.preferences={file}"]) == 2
     )
-    assert "holds no preference; write one a line" in capsys.readouterr().err
+    assert f"sft.preferences: {file} is empty" in capsys.readouterr().err

@@ -132,7 +132,7 @@ def test_a_line_that_is_no_conversation_is_named(policy: Path, tmp_path: Path, l
     path.write_bytes(path.read_bytes() + b"\n" + raw + b"\n")
     with pytest.raises(ConfigError, match=said) as refused:
         make_examples(configured(policy, f"sft.messages={path}"))
-    assert str(refused.value).startswith(f"sft.messages: {path}:3: ")
+    assert str(refused.value).startswith(f"sft.messages: {path}, line 3: ")
     assert "\n" not in str(refused.value)
 
 
@@ -141,9 +141,8 @@ def test_a_file_that_holds_nothing_or_is_none_is_named(
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     for name, said in (
-        ("empty.jsonl", "sft.messages: {} holds no conversation"),
+        ("empty.jsonl", "sft.messages: {} has no rows"),
         ("none.jsonl", "sft.messages: there is no file {}; did you mean"),
-        ("", "sft.messages: there is no file {}"),
     ):
         path, out = tmp_path / name, tmp_path / "out"
         assert main(["sft", "quickstart", f"model.path={policy}", f"sft.out={out}", f"sft.messages={path}"]) == 2

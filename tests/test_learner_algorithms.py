@@ -174,6 +174,26 @@ def test_token_logprobs_and_entropy_equal_log_softmax(monkeypatch, chunk, temper
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [70, 1 << 20])
+def test_log_probs_of_several_tokens_at_a_position_equal_log_softmax(monkeypatch, chunk):
+    """The same token may be asked for twice."""
+    monkeypatch.setattr(logprobs, "CPU_CHUNK", chunk)
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(9, 33, generator=generator)).requires_grad_()
+    targets = torch.randint(0, 33, (9, 4), generator=generator)
+    targets[:, 3] = targets[:, 0]
+    weights, of_entropy = torch.randn(9, 4, generator=generator), torch.randn(9, generator=generator)
+    chosen, entropy = token_logprobs(logits, targets, 0.6)
+    ((chosen * weights).sum() + entropy @ of_entropy).backward()
+
+    exact = logits.detach().double().requires_grad_()
+    logp = (exact / 0.6).log_softmax(-1)
+    expected = logp.gather(-1, targets)
+    ((expected * weights).sum() - (logp.exp() * logp).sum(-1) @ of_entropy.double()).backward()
+    torch.testing.assert_close(chosen.double(), expected, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=4e-6, rtol=1e-5)
+
+
 def test_forbidden_tokens_leave_the_entropy_finite():
     logits = torch.tensor([[0.0, 0.0, float("-inf")]], requires_grad=True)
     chosen, entropy = token_logprobs(logits, torch.tensor([0]), 1.0)

@@ -69,7 +69,7 @@ def learner(kl, tokens: int = 16) -> Learner:
 
 def scored(config: Learner, policy, reference) -> Columns:
     """What a reference that the ranks hold says of the batch."""
-    return asyncio.run(scores_of(AuxModels(config, LocalModel(config, reference, policy)), GROUPS))
+    return asyncio.run(scores_of(AuxModels(config, LocalModel(config, [reference], policy)), GROUPS))
 
 
 def expected(folder: Path) -> dict[str, np.ndarray]:
@@ -289,6 +289,14 @@ def test_a_reference_that_cannot_be_one_is_named(tmp_path):
     assert "must give log-probs to the same tokens" in refusal(other)
 
 
+def test_no_more_tokens_can_be_the_likeliest_than_there_are(policy):
+    kl = f"learner.algorithm.kl={{kind: distillation, reference: {policy}, estimator: {{reverse: 100000}}}}"
+    with pytest.raises(
+        ConfigError, match=r"learner.algorithm.kl.estimator: .* of which 100000 cannot be .* allowed are 1 to"
+    ):
+        check_model(RunInputs(load("quickstart", [f"model.path={policy}", kl])))
+
+
 # ---------------------------------------------------------------- how a reference is held
 
 
@@ -330,7 +338,7 @@ def test_under_adapters_the_reference_is_the_policy_without_them(folders, dtype)
     copy = Fsdp2Model(config.model, Fsdp2(device="cpu"), temperature=1.0, timeout_s=60)
     rows = packing.microbatches(to_train_batch(GROUPS, Algorithm(), 5, 5), 0, 1, 16)
     for _ in range(2):
-        outputs, learned = aux_models._reference._model.logprobs(rows), policy.logprobs(rows)
+        outputs, learned = aux_models._reference._models[0].logprobs(rows), policy.logprobs(rows)
         assert all(torch.equal(one, other) for one, other in zip(outputs, copy.logprobs(rows), strict=True))
         before = dict(policy.named_weights())
         assert policy.step(rows, negative_log_likelihood, 1e-2).grad_norm > 0

@@ -205,6 +205,9 @@ def assert_that_a_split_vocabulary_scores_the_same() -> None:
     (weights * expected).sum().backward()
     (weights * scored).sum().backward()
     torch.testing.assert_close(part.grad, whole.grad[:, half])
+    several = torch.stack([targets, targets.flip(0)], 1)
+    found, expected = token_logprobs(part, several, 0.7, dist.group.WORLD)[0], token_logprobs(whole, several, 0.7)[0]
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ async def serving(
 ) -> AsyncIterator[tuple[RemoteModel, asyncio.Task[None]]]:
     """A rank that serves, and the learner's end."""
     ready = asyncio.Event()
-    serving = AuxModelService(config, "critic-0", address, model, trained, peers)
+    serving = AuxModelService(config, "critic-0", address, [model], trained, peers)
     service = asyncio.create_task(serving.serve(ready.set))
     await asyncio.wait_for(ready.wait(), 30)
     placed = RemoteModel(config, "critic", (address if peers is None else f"{address}#",))

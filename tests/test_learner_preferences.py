@@ -8,11 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from slipstream.configs import load
 from slipstream.configs.algorithm import Algorithm, Dpo, NoAdvantage
+from slipstream.configs.sft import Sft
 from slipstream.errors import LearnerError
+from slipstream.launch.supervisor.factory import make_backend
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.batch import make_batch
 from slipstream.learner.packing import MicroBatch, scoring_microbatch, to_microbatch
+from slipstream.learner.sft import run_preferences
 from slipstream.tests.one_token import OneToken
 from slipstream.tests.test_learner_losses import on_ranks
 
@@ -165,3 +169,26 @@ async def test_a_planted_preference_is_recovered_online(folders: list[Path]):
     assert losses[0] == pytest.approx(np.log(2), abs=1e-5)  # the policy is its reference
     assert 0.3 < before < 0.7
     assert after > 0.9
+
+
+# ---------------------------------------------------------------- from a data set
+
+
+def test_a_policy_learns_preferences_that_others_gave_against_itself_before_the_first_step(folders: list[Path]):
+    """Answers of even number are chosen, others rejected, after different prompts. No episode is played."""
+    config = load("quickstart", [f"model.path={folders[0]}", "learner.backend.device=cpu"])
+    rng = np.random.default_rng(0)
+    pairs = [
+        tuple(([prompt, 2 * half + odd], [False, True]) for odd in (0, 1))
+        for prompt, half in rng.integers(0, [512, 8], (200, 2)).tolist()
+    ]
+    policy = make_backend(config, temperature=1.0)
+    wanted = Sft(loss=Dpo(eta=10.0), held_out=0.2, epochs=2, tokens_per_step=32, lr=3e-3)
+    result = run_preferences(policy, pairs, wanted, tokens_per_microbatch=16, seed=0, report=lambda _: None)
+    policy.close()
+    first, *_, last = result.held_out
+    assert (first.epoch, first.tokens) == (0, 40)
+    assert first.loss == pytest.approx(np.log(2), abs=1e-5)  # the policy is its reference
+    assert last.loss < 0.5 * first.loss
+    assert last.right is not None
+    assert last.right > 0.9

@@ -201,7 +201,7 @@ def test_rows_without_a_reference_are_refused_unless_they_only_fill_up():
 def aux_models(folders: list[Path]) -> Iterator[AuxModels]:
     model, held = Model(path=str(folders[0])), Fsdp2(device="cpu")
     made = [Fsdp2Backend(model, CONFIG.optimizer, held, temperature=1.0, timeout_s=60) for _ in range(3)]
-    aux_models = AuxModels(CONFIG, LocalModel(CONFIG, made[1], made[0]), LocalTrainableModel(CONFIG, made[2]))
+    aux_models = AuxModels(CONFIG, LocalModel(CONFIG, [made[1]], made[0]), LocalTrainableModel(CONFIG, made[2]))
     yield aux_models
     aux_models.close()
     made[0].close()

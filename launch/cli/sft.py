@@ -6,6 +6,7 @@ import argparse
 
 from ... import __version__
 from ...configs import SftConfig, describe, load
+from ...configs.algorithm import Dpo
 from ...monitor.output import print_line, print_notice
 from .config import fields_text
 from .options import CommandTable, add_config
@@ -29,6 +30,7 @@ def sft(options: argparse.Namespace) -> int:
 
     result = fine_tune(config, print_line)
     held_out = f", {result.held_out[-1].loss:.3f} on what was held out" if result.held_out else ""
-    unit, made = ("preference", "classifier") if config.sft.preferences else ("token", "model")
+    unit = "preference" if config.sft.preferences else "token"
+    made = "classifier" if config.sft.preferences and not isinstance(config.sft.loss, Dpo) else "model"
     print_line(f"final loss {result.loss:.3f} nats per {unit}{held_out}; the {made} is in {config.sft.out}")
     return 0

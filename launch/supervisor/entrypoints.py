@@ -294,20 +294,20 @@ async def aux_model(
     heartbeat: HeartbeatSender,
     stop: asyncio.Event,
 ) -> None:
-    """A rank of the placed auxiliary model `kind`, which it serves until it is stopped."""
+    """A rank of the placed auxiliary model `kind`, which it serves until it is stopped; of all references of a mixture."""
     from ...learner.aux_models.service import AuxModelService
-    from .factory import make_critic, make_reference, ranked
+    from .factory import make_critic, make_reference, ranked, reference_models
 
     config = ranked(context.config, context.config.learner.aux_models[kind])
-    trained = make_critic(config) if kind == "critic" else None
-    model = trained or make_reference(config)
-    try:
+    with contextlib.ExitStack() as stack:  # the first model joined the process group, and is closed last
+        trained = stack.enter_context(contextlib.closing(make_critic(config))) if kind == "critic" else None
+        others = () if trained else reference_models(config)
+        models = [stack.enter_context(contextlib.closing(make_reference(config, model))) for model in others]
         address = context.addresses.aux_models[kind][index]
-        service = AuxModelService(context.config.learner, heartbeat.role, address, model, trained, peers)
+        held = [trained] if trained else models
+        service = AuxModelService(context.config.learner, heartbeat.role, address, held, trained, peers)
         async with following_peers(context, filling(peers)):
             await run_or_stop(service.serve(functools.partial(_ready, heartbeat)), stop)
-    finally:
-        model.close()
 
 
 async def sft(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from ...common.spans import RecordSpan
 from ...common.tasks import run_or_stop
-from ...configs.algorithm import Gae, Kl, needs_critic, needs_reference
+from ...configs.algorithm import Gae, needs_critic, needs_reference, reference_paths, top_of
 from ...configs.backends import REPLAY, Fsdp2, Megatron
 from ...configs.checks import COMMAND
 from ...configs.reward import Classifier, Judge
@@ -257,36 +257,39 @@ def make_aux_models(config: Config, policy: Backend, addresses: Mapping[str, Seq
 
     learner, algorithm = config.learner, config.learner.algorithm
 
-    def remote(kind: str) -> RemoteModel:
-        return RemoteModel(learner, kind, addresses[kind] if policy.rank == 0 else ())
+    def remote(kind: str, top: int = 0) -> RemoteModel:
+        return RemoteModel(learner, kind, addresses[kind] if policy.rank == 0 else (), top)
 
     placed, reference, trained = learner.aux_models, None, None
     if needs_reference(algorithm) and placed["reference"]:
-        reference = remote("reference")
+        reference = remote("reference", top_of(algorithm))
     elif needs_reference(algorithm):
-        reference = LocalModel(learner, _without_adapters(config, policy) or make_reference(config), policy)
+        reference = LocalModel(learner, make_references(config, policy), policy, top_of(algorithm))
     if needs_critic(algorithm):
         trained = remote("critic") if placed["critic"] else LocalTrainableModel(learner, make_critic(config))
     return AuxModels(learner, reference, trained)
 
 
-def _without_adapters(config: Config, policy: Backend) -> Scorer | None:
-    """The policy without its adapters, where it trains any and starts from the reference model."""
+def make_references(config: Config, policy: Backend) -> list[Scorer]:
+    """The reference policies, in the order of `reference_paths`, in a rank that holds the `policy`. Of a policy that trains
+    adapters and starts from the reference, that is the policy without them."""
     from ...learner.fsdp2.backend import Fsdp2Backend
 
-    if isinstance(policy, Fsdp2Backend) and _reference_model(config) == config.model:
-        return policy.without_adapters()
-    return None
+    bare = policy.without_adapters() if isinstance(policy, Fsdp2Backend) else None
+    return [
+        bare if bare and model == config.model else make_reference(config, model) for model in reference_models(config)
+    ]
 
 
-def _reference_model(config: Config) -> Model:
-    kl = config.learner.algorithm.kl
-    return structs.replace(config.model, path=(kl.reference if isinstance(kl, Kl) else "") or config.model.path)
+def reference_models(config: Config) -> list[Model]:
+    """The policy before the first step, or the models that `learner.algorithm.kl` names, in the order of `reference_paths`."""
+    paths = reference_paths(config.learner.algorithm)
+    return [structs.replace(config.model, path=path or config.model.path) for path in paths]
 
 
-def make_reference(config: Config) -> ShardedModel:
-    """The policy before the first step, or the model that `learner.algorithm.kl` names, sharded according to `learner.backend`."""
-    chosen, model = config.learner.backend, _reference_model(config)
+def make_reference(config: Config, model: Model) -> ShardedModel:
+    """One of `reference_models`, sharded according to `learner.backend`."""
+    chosen = config.learner.backend
     temperature, timeout_s = config.rollout.temperature, collective_s(config)
     if isinstance(chosen, Megatron):
         from ...learner.megatron.backend import MegatronModel

@@ -5,11 +5,6 @@
 
                     e = clip(d / target - 1, -0.2, 0.2)        coefficient <- coefficient (1 + 0.1 e)
 
-    teacher     on-policy distillation (Lu et al. 2025, "On-policy distillation", Thinking Machines Lab; the single-step part of
-                MiniLLM, Gu et al. 2023, arXiv:2306.08543): with the teacher f and the policy q at the start of the batch
-
-                    A <- A + coefficient (log f - log q)        at each token
-
 An adaptive coefficient is state of the algorithm: it is the same on all ranks, and checkpoints hold it.
 """
 
@@ -17,12 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
 import torch
 
-from ...configs.algorithm import Distillation, Estimator, Kl
-from ...errors import LearnerError
-from ..packing import MicroBatch
+from ...configs.divergence import Estimator, Kl
 
 LOG_RATIO_LIMIT = 20.0
 """Ratios saturate at e^20, far above any clip: where a mask, a clip, a gate or an advantage of 0 takes the gradient away the ratio
@@ -72,20 +64,3 @@ def next_coefficient(kl: Kl, coefficient: float, divergence: float) -> float:
         return coefficient
     error = divergence / kl.coefficient["target"] - 1.0
     return coefficient * (1.0 + GAIN * max(-ERROR_LIMIT, min(ERROR_LIMIT, error)))
-
-
-def with_teacher(kl: Distillation, row: MicroBatch) -> MicroBatch:
-    """`row` with the teacher's part in its advantages: coefficient (log f - log q), at most `LOG_RATIO_LIMIT` nats either way.
-
-    Its policy gradient is minus the gradient of the divergence KL(q || f) at each token, given those before it. The log-probs are
-    those of q, and not of the policy b that sampled, for the correction weighs tokens as if q had sampled them: with log b the
-    gradient would have that of KL(q || b) added, which drives the policy away from older ones. Raises LearnerError where trained
-    tokens have no log-probs of the teacher.
-    """
-    if row.reference_logprobs is None:
-        if row.loss_mask.any():
-            raise LearnerError("distillation needs a teacher, whose log-probs these rows lack")
-        return row  # it only pads the number of passes
-    gap = (row.reference_logprobs - row.proximal_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    taught = row.advantages + coefficient_of(kl, row.carried) * gap
-    return msgspec.structs.replace(row, advantages=torch.where(row.loss_mask, taught, row.advantages))

@@ -16,8 +16,8 @@
 
   L is `agent.max_tokens`. Backends divide a loss sum by N; the other means scale each token by N / (S T_s), N / S and N / (S L).
   That is exact over micro-batches and ranks: sequences are never cut, and N and S are gathered from all ranks before the step.
-- A teacher (`kl.kind=distillation`) adds what a token's log-prob is below the teacher's to its advantage (`with_teacher`) before
-  the surrogate: clip and correction apply to the sum.
+- A teacher (`kl.kind=distillation`) adds what a token's log-prob is below its own to the advantage, before the surrogate, so that
+  clip and correction apply to the sum; or a divergence over its likeliest tokens to the loss, as KL is (`teacher.py`).
 - Imitation: the positive-example language-model loss of VAPO (Yue et al. 2025, arXiv:2504.05118). With P the trained tokens of
   episodes whose reward is above 0, in the whole step, it adds  coefficient x - 1 / |P| sum over t in P of log p_t.  It is a mean
   over its own tokens, whatever the aggregation is, and no correction weights it.
@@ -45,7 +45,8 @@ from ...configs.algorithm import Algorithm, Distillation, KlInLoss, Mean, NoKl
 from ...errors import LearnerError
 from ..backend import BatchLoss, Gather, LossOutput, PolicyLoss, TokenOutputs
 from ..packing import MicroBatch
-from .divergence import LOG_RATIO_LIMIT, coefficient_of, kl_estimate, with_teacher
+from .divergence import LOG_RATIO_LIMIT, coefficient_of, kl_estimate
+from .teacher import top_divergence, with_teacher
 
 BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fraction")
 """Sums that are reported by staleness too; `tokens` counts trained tokens."""
@@ -209,6 +210,8 @@ def batch_loss(
             if isinstance(kl, KlInLoss):
                 divergence = kl_estimate(kl.estimator, tokens.current, _reference(tokens))
                 loss = loss + coefficient_of(kl, row.carried) * divergence.masked_fill(tokens.traced, 0.0)
+            if isinstance(kl, Distillation) and kl.top:
+                loss = loss + coefficient_of(kl, row.carried) * top_divergence(kl, row)
             loss_sum = (_scale(config.mean, longest, totals, tokens) * loss).sum()
             if imitation and totals.positive:
                 factor = imitation * totals.tokens / totals.positive  # the backend divides by all trained tokens

@@ -9,6 +9,7 @@ Invariants:
   has no optimizer. The reference of a policy that trains adapters may be that policy without them.
 - Remote models work at the same time as each other, as the local models and as the policy's steps.
 - All sampled tokens are scored, whether or not they carry loss: rewards do not depend on which tokens are trained.
+- Of the references of a mixture each scores the episodes of its own environment, and no others.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ...configs.algorithm import KlInReward, Prime, needs_critic, needs_reference
+from ...configs.algorithm import KlInReward, Prime, needs_critic, needs_reference, reference_paths, references_of
+from ...configs.divergence import REFERENCE_KEY
 from ...configs.schema import Learner
 from ...errors import LearnerError
 from ...rpc.client import RpcClient
@@ -67,7 +70,7 @@ class AuxModels:
         """The sequences of `batch` whose tokens and log-probs this rank needs for `score`."""
         if isinstance(self._algorithm.kl, KlInReward):
             return range(len(batch))  # a penalty is computed from the log-probs of all tokens, on every rank
-        return {i for model in self.models for i in model.scored_rows(batch)}
+        return {i for model in self.models for i in model.scored_rows(self._input_of(model, batch))}
 
     def training_batch(self, credited: TrainBatch, trained: TrainBatch) -> TrainBatch:
         """What the trained aux model learns from, of a batch with advantages and what of it the policy is `trained` on: the same;
@@ -79,17 +82,20 @@ class AuxModels:
         return () if self._trained is None else self._trained.trained_rows(batch, self._algorithm.minibatches)
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
-        """Collective. `batch` with the columns that the aux models give: reference log-probs, penalties and values."""
+        """Collective. `batch` with the columns that the aux models give: reference log-probs, a teacher's likeliest tokens,
+        penalties and values."""
         if not self.models:
             return batch
-        pending = [(model, model.score(batch)) for model in self.models[::-1]]
+        pending = [(model, model.score(self._input_of(model, batch))) for model in self.models[::-1]]
         # A remote model works while the local ones compute.
         outputs = {model: await result() for model, result in sorted(pending, key=lambda one: one[0].remote)}
-        reference = None if self._reference is None else outputs[self._reference]
-        values = None if self._trained is None else outputs[self._trained]
+        reference, *top = (None,) if self._reference is None else _columns(outputs[self._reference])
+        values = None if self._trained is None else _columns(outputs[self._trained])[0]
         penalties = None if reference is None else self._penalties(batch, reference)
         if values is not None and reference is not None and isinstance(self._algorithm.advantage, Prime):
             values = values - reference
+        if top:
+            batch = msgspec.structs.replace(batch, teacher_logprobs=top[0], teacher_ids=top[1].astype(np.int32))
         return msgspec.structs.replace(batch, reference_logprobs=reference, penalties=penalties, values=values)
 
     def learn(self, batch: TrainBatch) -> Pending[AuxModelsResult]:
@@ -119,7 +125,21 @@ class AuxModels:
         for model in self.models:
             model.close()
 
-    def _penalties(self, batch: TrainBatch, reference: Outputs) -> Outputs | None:
+    def _input_of(self, model: LocalModel | RemoteModel, batch: TrainBatch) -> TrainBatch:
+        """`batch` as `model` gets it: with the number of the reference that scores each sequence, where there are several. Raises
+        LearnerError where an episode is of an environment that has none."""
+        paths = references_of(self._algorithm)
+        if model is not self._reference or "" in paths:
+            return batch
+        if unknown := set(batch.envs).difference(paths):
+            raise LearnerError(
+                f"episodes of {', '.join(sorted(unknown))} have no reference policy; {REFERENCE_KEY} has one for {', '.join(paths)}"
+            )
+        models = reference_paths(self._algorithm)
+        of_episode = np.array([models.index(paths[env]) for env in batch.envs], dtype=np.int64)
+        return msgspec.structs.replace(batch, teacher=of_episode[batch.episode])
+
+    def _penalties(self, batch: TrainBatch, reference: NDArray[np.float32]) -> NDArray[np.float32] | None:
         """What the divergence from the reference policy takes off the reward of each token; None where it is no penalty."""
         kl = self._algorithm.kl
         if not isinstance(kl, KlInReward):
@@ -127,6 +147,12 @@ class AuxModels:
         sampled, scored = torch.from_numpy(batch.behavior_logprobs), torch.from_numpy(reference)
         coefficient = coefficient_of(kl, batch.carried)
         return np.where(batch.sampled, coefficient * kl_estimate(kl.estimator, sampled, scored).numpy(), np.float32(0))
+
+
+def _columns(outputs: Outputs) -> tuple[NDArray[np.float32], ...]:
+    """Of the outputs the first column, float32[N], and those of the likeliest tokens, two of float32[N, k], where there are any."""
+    first, *others = np.split(outputs, [1, 1 + outputs.shape[1] // 2], axis=1)
+    return (first[:, 0].copy(), *(np.ascontiguousarray(one) for one in others if one.shape[1]))
 
 
 async def _no_result() -> AuxModelsResult:

@@ -39,6 +39,7 @@ class Sequences(msgspec.Struct, frozen=True):
     loss_mask: NDArray[np.bool_]
     positive: NDArray[np.bool_]
     episode: NDArray[np.int64]
+    teacher: NDArray[np.int64] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
@@ -74,7 +75,7 @@ class LoadAuxModel(AuxRequest, frozen=True):
 
 
 class RankOutputs(AuxRequest, frozen=True):
-    """What `score_part` gave for data rank `rank`. Ranks that share a data rank send the same."""
+    """What `score_part` gave for data rank `rank`, row by row. Ranks that share a data rank send the same."""
 
     rank: int
     outputs: NDArray[np.float32]
@@ -102,6 +103,7 @@ def pack(batch: TrainBatch) -> Sequences:
         loss_mask=batch.loss_mask,
         positive=batch.positive,
         episode=batch.episode,
+        teacher=batch.teacher,
         reference_logprobs=batch.reference_logprobs,
         values=batch.values,
         returns=batch.returns,
@@ -115,6 +117,7 @@ def unpack(packed: Sequences) -> TrainBatch:
         packed.lengths.astype(np.int64),
         positive=packed.positive,
         episode=packed.episode,
+        teacher=packed.teacher,
         reference_logprobs=packed.reference_logprobs,
         values=packed.values,
         returns=packed.returns,
@@ -126,12 +129,13 @@ R = TypeVar("R", RankOutputs, AuxModelTrained, AuxModelDone)
 
 class RemoteModel:
     """The same methods as `LocalTrainableModel`. Only rank 0 of the learner knows `addresses` of ranks; the others get its
-    broadcast. `clients` has the connection to each rank."""
+    broadcast. `clients` has the connection to each rank; `top` is that of `score_part`, as its ranks have it."""
 
     remote = True
 
-    def __init__(self, config: Learner, kind: str, addresses: Sequence[str]) -> None:
+    def __init__(self, config: Learner, kind: str, addresses: Sequence[str], top: int = 0) -> None:
         self._budget = config.backend.tokens_per_microbatch
+        self._width = 1 + 2 * top
         self._deadline_s = config.batch_s
         self._kind = kind
         self._context = zmq.asyncio.Context()
@@ -151,9 +155,9 @@ class RemoteModel:
         replies = self._ask(ComputeOutputs(pack(batch)), RankOutputs)
 
         async def result() -> Outputs:
-            outputs = np.zeros(len(batch.token_ids), dtype=np.float32)
+            outputs = np.zeros((len(batch.token_ids), self._width), dtype=np.float32)
             if parts := {part.rank: part for part in await replies()}:
-                joined = np.concatenate([parts[rank].outputs for rank in range(len(parts))])
+                joined = np.concatenate([parts[rank].outputs for rank in range(len(parts))]).reshape(-1, self._width)
                 outputs = in_order(joined, batch, len(parts), self._budget)
             return broadcast_from_first(torch.from_numpy(outputs)).numpy()
 

@@ -9,10 +9,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from ...configs.algorithm import top_of
 from ...configs.schema import Learner
 from ...errors import StateError
 from ...rpc.security import PeerTable
@@ -23,15 +24,15 @@ from .base import score_part, take_steps
 
 
 class AuxModelService:
-    """Rank `name` of a model, at `address`. `trained` is `model` where it is trained, else None. `peers` may connect, None for a
-    plain socket; only the learner may ask."""
+    """Rank `name` of a model, or of several that score the episodes of an environment each, at `address`. `trained` is the model
+    where it is trained, else None. `peers` may connect, None for a plain socket; only the learner may ask."""
 
     def __init__(
         self,
         config: Learner,
         name: str,
         address: str,
-        model: ShardedModel,
+        models: Sequence[ShardedModel],
         trained: Backend | None = None,
         peers: PeerTable | None = None,
     ) -> None:
@@ -39,8 +40,9 @@ class AuxModelService:
         self._config = config
         self._name = name
         self._address = address
-        self._model = model
+        self._models = models
         self._trained = trained
+        self._top = top_of(config.algorithm) if trained is None else 0
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         server: RpcServer[m.Request] = RpcServer(
@@ -62,11 +64,11 @@ class AuxModelService:
             server.close()
 
     def _handle(self, request: m.Request) -> m.Reply | Future[None]:
-        model, trained = self._model, self._trained
+        first, trained = self._models[0], self._trained
         if isinstance(request, m.ComputeOutputs):
             batch, budget = m.unpack(request.sequences), self._config.backend.tokens_per_microbatch
-            outputs = score_part(model, batch, model.data_rank, model.data_size, budget)
-            return m.RankOutputs(model.data_rank, outputs)
+            outputs = score_part(self._models, batch, first.data_rank, first.data_size, budget, self._top)
+            return m.RankOutputs(first.data_rank, outputs.ravel())
         if trained is None:
             raise StateError(f"{self._name} is never trained, and was asked to {type(request).__name__}")
         if isinstance(request, m.TrainAuxModel):

@@ -88,11 +88,28 @@ class Fsdp2Model(ShardedModel):
             raise
 
     def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
+        used = temperature or self._temperature
+        return self._computed(rows, lambda row: self._score(row, used)[:, 0].contiguous())
+
+    def top_logprobs(self, rows: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
+        def likeliest(row: MicroBatch) -> torch.Tensor:
+            def outputs_at(inputs: dict[str, Any], positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+                logits = self._model(logits_to_keep=positions, **inputs).logits[0]
+                found = logits.topk(count).indices
+                wanted = torch.cat([row.token_ids.to(self.device)[targets, None], found], 1)
+                return torch.cat([token_logprobs(logits, wanted, self._temperature)[0], found.float()], 1)
+
+            return self._by_token(row, outputs_at)
+
+        return self._computed(rows, likeliest)
+
+    def _computed(self, rows: Sequence[MicroBatch], of_row: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
+        """Collective. What `of_row` gives for each of `rows`, on CPU, without gradient."""
         with all_ranks_agree("computing log-probs"), torch.no_grad():
             context = self._context
             own = rows if context is None else microbatches_of_first(rows, self.device, context.group)
             padded, _ = self._pad_passes(own)
-            return [self._score(row, temperature or self._temperature)[0].cpu() for row in padded][: len(rows)]
+            return [of_row(row).cpu() for row in padded][: len(rows)]
 
     def close(self) -> None:
         """See `Scorer.close`. Sharded tensors must be freed before the process group, or the exit aborts now and then."""
@@ -157,8 +174,24 @@ class Fsdp2Model(ShardedModel):
         kinds = self._model._no_split_modules or ()
         return [module for module in self._model.modules() if type(module).__name__ in kinds]
 
-    def _score(self, row: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies, float32[N] each on the device, 0 where not trained."""
+    def _score(self, row: MicroBatch, temperature: float, candidates: torch.Tensor | None = None) -> torch.Tensor:
+        """float32[N, 2] on the device, 0 where not trained: the log-prob and the entropy of each token. With `candidates` int64[N,
+        k] float32[N, 2 + k]: between the two the log-probs of these tokens in its place."""
+
+        def outputs_at(inputs: dict[str, Any], positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            wanted = row.token_ids.to(self.device)[targets]
+            if candidates is not None:
+                wanted = torch.cat([wanted[:, None], candidates.to(self.device)[targets]], 1)
+            chosen, entropy = self._outputs_at(inputs, positions, wanted, temperature)
+            return torch.cat([chosen if chosen.ndim == 2 else chosen[:, None], entropy[:, None]], 1)
+
+        return self._by_token(row, outputs_at)
+
+    def _by_token(
+        self, row: MicroBatch, outputs_at: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """float32[N, C] on the device, 0 where not trained: what `outputs_at` gives, float32[K, C], for the inputs of the model,
+        the positions int64[K] before the trained tokens, and where in `row` these are, int64[K]."""
         tree = attention.plan_sharing(row) if self.shares_prefixes else attention.unshared(row)
         token_ids, position_ids, cu_seqlens = row.token_ids[tree.kept], row.position_ids[tree.kept], tree.cu_seqlens
         part = slice(0, len(token_ids))
@@ -177,12 +210,9 @@ class Fsdp2Model(ShardedModel):
             if experts is not None and self._context is not None:
                 experts = self._context.fill_with_zeros(experts)[part]
             self._choices.load(experts, self.device)
-        wanted = row.token_ids.to(self.device)[targets]
-        chosen, entropy = self._outputs_at(inputs, predicting - part.start, wanted, temperature)
-        zeros = torch.zeros(len(row.token_ids), device=self.device)
-        both = torch.stack([zeros.index_copy(0, targets, chosen), zeros.index_copy(0, targets, entropy)])
-        logprobs, entropies = both if self._context is None else self._context.complete(both)
-        return logprobs, entropies
+        outputs = outputs_at(inputs, predicting - part.start, targets)
+        whole = outputs.new_zeros(len(row.token_ids), outputs.shape[1]).index_copy(0, targets, outputs)
+        return whole if self._context is None else self._context.complete(whole)
 
     def _make_model(self, path: str) -> PreTrainedModel:
         return make_model(path, attention.PACKED)
@@ -214,7 +244,8 @@ class Fsdp2Model(ShardedModel):
     def _outputs_at(
         self, inputs: dict[str, Any], positions: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies, float32[K] each, of the tokens `targets` int64[K] after the positions `positions` int64[K]."""
+        """Log-probs of the tokens `targets`, int64[K] or int64[K, M], after the positions `positions` int64[K], and entropies
+        there, float32[K]."""
         return token_logprobs(self._model(logits_to_keep=positions, **inputs).logits[0], targets, temperature)
 
 
@@ -231,6 +262,13 @@ class WithoutAdapters(Scorer):
         with rescale_adapter_scale(self._policy._model, 0):
             own = [msgspec.structs.replace(row, experts=None) for row in rows]  # another policy, which routes by itself
             return self._policy.logprobs(own, temperature)
+
+    def top_logprobs(self, rows: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
+        from peft.helpers import rescale_adapter_scale
+
+        with rescale_adapter_scale(self._policy._model, 0):
+            own = [msgspec.structs.replace(row, experts=None) for row in rows]
+            return self._policy.top_logprobs(own, count)
 
     def close(self) -> None:
         """See `Scorer.close`. The policy stays."""
@@ -263,7 +301,10 @@ class Fsdp2Backend(Backend, Fsdp2Model):
         totals: dict[str, torch.Tensor] = {}
         scale, where = self.world_size / tokens, device_of_sums(self.device)
         for row in rows:
-            output = loss(*self._score(row, self._temperature), row.to(self.device))
+            scores, on_device = self._score(row, self._temperature, row.teacher_ids), row.to(self.device)
+            if row.teacher_ids is not None:
+                on_device = msgspec.structs.replace(on_device, candidate_logprobs=scores[:, 1:-1])
+            output = loss(scores[:, 0], scores[:, -1], on_device)
             (output.loss_sum * scale).backward()
             for name, value in {**output.sums, "loss": output.loss_sum}.items():
                 totals[name] = totals.get(name, 0.0) + value.detach().to(where).double()
