@@ -189,6 +189,6 @@ def test_a_policy_learns_preferences_that_others_gave_against_itself_before_the_
     first, *_, last = result.held_out
     assert (first.epoch, first.tokens) == (0, 40)
     assert first.loss == pytest.approx(np.log(2), abs=1e-5)  # the policy is its reference
-    assert last.loss < 0.5 * first.loss
+    assert last.loss < 0.8 * first.loss
     assert last.right is not None
     assert last.right > 0.9
