@@ -34,22 +34,18 @@ from .resources import ranks_of
 ASK_S = 10.0  # longest wait for a server to say what it serves: it reads a file
 # What the weights of a policy must have in common with those of the model that a server has loaded, by its config.
 SIZES = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ),
-    *(
-        "head_dim",
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "moe_intermediate_size",
-        "tie_word_embeddings",
-    ),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "tie_word_embeddings",
 )
 Setting = bool | int | str
 

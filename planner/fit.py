@@ -31,7 +31,7 @@ from .plan import SimulationPlan
 from .profile import EngineProfile, LearnerProfile, PushProfile, RunProfile, settings_of
 from .records import Groups, RunRecords
 from .replica_law import replica_law
-from .run_spans import RunSpans, read_run_spans
+from .run_spans import RunSpans, read_run_spans, under_way
 from .worker_law import WorkerLoad, worker_loads
 from .workload import EpisodeShape, Observed, TurnShape
 
@@ -225,8 +225,7 @@ def _crowding(spans: RunSpans) -> tuple[float, float]:
     at = np.linspace(published[:, 0], published[:, 1], LOOKS, axis=1)
     in_flight = np.zeros(len(published))
     for replica in spans.replicas:
-        sent, last = np.sort(replica.turns[:, 0]), np.sort(replica.turns[:, 2])
-        in_flight += (np.searchsorted(sent, at, "right") - np.searchsorted(last, at, "right")).mean(axis=1)
+        in_flight += under_way(replica.turns[:, 0], replica.turns[:, 2], at).mean(axis=1)
     in_flight /= len(spans.replicas)
     seconds = published[:, 1] - published[:, 0]
     mean_s, mean = float(seconds.mean()), float(in_flight.mean())

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .engine import DecodeCurve
-from .run_spans import Floats, ReplicaSpans
+from .run_spans import Floats, ReplicaSpans, under_way
 
 LEAST = 200  # completions: fewer are no curve
 REACH = (0.01, 0.99)  # quantiles of the time by the number of running sequences, between which the curve has points
@@ -91,14 +91,10 @@ class _Load:
 
     def _during(self, spans: Floats) -> NDArray[np.bool_]:
         """bool[M]: which intervals lie in one of `spans`, float64[P, 2]."""
-        found = np.zeros(len(self.times), dtype=np.bool_)
-        for t0, t1 in spans:
-            found[np.searchsorted(self.times, t0) : np.searchsorted(self.times, t1)] = True
-        return found
+        return under_way(spans[:, 0], spans[:, 1], self.times) > 0
 
     def number_running(self, at: Floats) -> Floats:
-        ended = np.searchsorted(np.sort(self.last), at, "right")
-        return (np.searchsorted(np.sort(self.began), at, "right") - ended).astype(np.float64)
+        return under_way(self.began, self.last, at).astype(np.float64)
 
     def seconds_near(self, knots: Floats, during: NDArray[np.bool_]) -> Floats:
         """float64[N, knots]: the unpaused seconds of each completion from its first token on in the intervals `during`, by how near
@@ -114,7 +110,7 @@ class _Load:
     def mean_pending(self) -> Floats:
         """float64[N]: how many requests without a first token there were, on average, while each had none; itself included."""
         at = np.unique(np.concatenate([self.sent, self.first]))
-        pending = np.searchsorted(np.sort(self.sent), at, "right") - np.searchsorted(np.sort(self.first), at, "right")
+        pending = under_way(self.sent, self.first, at)
         upto = np.concatenate([[0.0], np.cumsum(pending[:-1] * np.diff(at))])
         waited = np.maximum(self.first - self.sent, 1e-9)
         return (np.interp(self.first, at, upto) - np.interp(self.sent, at, upto)) / waited

@@ -62,6 +62,11 @@ class RunSpans(msgspec.Struct, frozen=True):
     steps: Floats  # float64[K, 2], when the learner computed
 
 
+def under_way(began: Floats, ended: Floats, at: Floats) -> NDArray[np.intp]:
+    """Of things that began and ended at these times, in any order, how many were under way at each of `at`, of any shape."""
+    return np.searchsorted(np.sort(began), at, "right") - np.searchsorted(np.sort(ended), at, "right")
+
+
 def read_run_spans(folder: Path) -> RunSpans:
     """Those of the run in `folder`, which goes on or has ended."""
     turns: dict[str, collections.deque[tuple[str, RecordedTurn]]] = {}

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .run_spans import Floats, WorkerSpans
+from .run_spans import Floats, WorkerSpans, under_way
 
 BUSY = 1.5  # seconds in which a loop has work per second of its CPU time, at most: on full cores a process waits for its turn
 
@@ -26,11 +26,12 @@ class WorkerLoad:
     """What one worker did between completions: its loop computed the `share` of that time."""
 
     def __init__(self, spans: WorkerSpans, steps: Floats, contention: float) -> None:
-        began, ended = np.sort(spans.gaps[:, 0]), np.sort(spans.gaps[:, 1])
-        self._at = at = np.unique(np.concatenate([began, ended, np.clip(steps.ravel(), began[0], ended[-1])]))
+        began, ended = spans.gaps.T
+        self._at = at = np.unique(np.concatenate([began, ended, np.clip(steps.ravel(), began.min(), ended.max())]))
         since, seconds = at[:-1], np.diff(at)
-        between = np.searchsorted(began, since, "right") - np.searchsorted(ended, since, "right")
-        alone = np.where(between > 0, seconds / _slowness(since, steps, contention), 0.0)
+        between = under_way(began, ended, since)
+        slowness = np.where(under_way(steps[:, 0], steps[:, 1], since) > 0, contention, 1.0)
+        alone = np.where(between > 0, seconds / slowness, 0.0)
         self._work = np.concatenate([[0.0], np.cumsum(alone / np.maximum(1, between))])
         busy, cpu = np.interp(spans.cpu[:, 0], at, np.concatenate([[0.0], np.cumsum(alone)])), spans.cpu[:, 1]
         known = len(cpu) > 1 and busy[-1] > busy[0]
@@ -40,14 +41,6 @@ class WorkerLoad:
         """Seconds that an episode waited for its environment and seconds of work, of its time between completions."""
         seconds, work = max(0.0, until - since), float(np.diff(np.interp([since, until], self._at, self._work))[0])
         return round((1 - self.share) * seconds, 5), round(self.share * max(0.0, work), 6)
-
-
-def _slowness(at: Floats, steps: Floats, contention: float) -> Floats:
-    """float64[M]: at each of these times, by whether the learner computed."""
-    if not len(steps):
-        return np.ones(len(at))
-    step = np.searchsorted(steps[:, 0], at, "right") - 1
-    return np.where((step >= 0) & (at < steps[np.maximum(step, 0), 1]), contention, 1.0)
 
 
 def worker_loads(workers: Sequence[WorkerSpans], steps: Floats, contention: float) -> Mapping[str, WorkerLoad]:
