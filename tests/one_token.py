@@ -46,6 +46,11 @@ class OneToken:
         found = model.logprobs([self._every])[0][1::2].double().numpy()
         return found - math.log(np.exp(found).sum())
 
+    def divergence(self, teacher: NDArray[np.float64]) -> float:
+        """KL(policy || teacher) in nats, of log-probs of every answer."""
+        now = self.logprobs(self.policy)
+        return float((np.exp(now) * (now - teacher)).sum())
+
     async def step(
         self, behavior: NDArray[np.float64], answers: Sequence[int] | NDArray[np.int64], reward: Callable[[int], float]
     ) -> PolicyStepResult:

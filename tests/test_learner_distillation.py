@@ -209,15 +209,10 @@ async def test_a_policy_becomes_its_teacher_by_the_likeliest_tokens(folders: lis
         f"learner.algorithm.minibatches={minibatches}",
     ) as player:
         teacher = player.logprobs(player.aux_models.models[0]._models[0])
-
-        def divergence() -> float:
-            now = player.logprobs(player.policy)
-            return float((np.exp(now) * (now - teacher)).sum())
-
-        before, behavior = divergence(), player.logprobs(player.policy)
+        before, behavior = player.divergence(teacher), player.logprobs(player.policy)
         for _ in range(20 // minibatches):
             await player.step(behavior, rng.choice(len(behavior), 4, p=np.exp(behavior)), lambda _: 0.0)
-        after = divergence()
+        after = player.divergence(teacher)
     assert before > 0.02
     assert after < 0.1 * before
 
@@ -296,19 +291,14 @@ async def test_a_policy_becomes_its_teacher_without_a_reward_from_tokens_of_an_o
         f"learner.algorithm.kl.reference={folders[1]}",
     ) as player:
         teacher = player.logprobs(player.aux_models.models[0]._models[0])
-
-        def divergence() -> float:
-            now = player.logprobs(player.policy)
-            return float((np.exp(now) * (now - teacher)).sum())
-
-        before = divergence()
+        before = player.divergence(teacher)
         for step in range(30):
             if step % 5 == 0:
                 behavior = player.logprobs(player.policy)
             done = await player.step(
                 behavior, rng.choice(len(behavior), 256, p=np.exp(behavior)), lambda _: rng.normal()
             )
-        after = divergence()
+        after = player.divergence(teacher)
     assert before > 0.02
     assert after < 0.1 * before
     assert done.means["kl_reference"] < 0.1 * before
