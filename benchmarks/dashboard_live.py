@@ -65,7 +65,7 @@ class Acknowledged(msgspec.Struct, frozen=True):
 async def looked_at(folder: Path) -> Result:
     """Acknowledgements and the WAL with three readers over those without."""
     rounds, found = Rounds(folder), {True: list[Acknowledged](), False: list[Acknowledged]()}
-    async with Crew(1) as crew:
+    async with Crew(2) as crew:
 
         async def measure(this: Round) -> Acknowledged:
             return await _round(crew, this, readers)
@@ -93,14 +93,14 @@ async def _round(crew: Crew, this: Round, readers: int) -> Acknowledged:
         async with dashboard_of(run) if readers else contextlib.nullcontext("") as url:
             warm = time.monotonic() + WARM_S  # the start of the dashboard is no part of the round
             this = msgspec.structs.replace(this, counts_from=warm, until=warm + WINDOW_S)
-            looking = [asyncio.create_task(_look(url, run.name, this)) for _ in range(readers)]
             wal = asyncio.create_task(_watch(this.path.with_name(f"{this.path.name}-wal"), this.until))
-            _, _, (took,) = await asyncio.gather(
+            _, _, (took, answers) = await asyncio.gather(
                 crew.in_learner(WARM_S + WINDOW_S, learn, this),
                 crew.in_buffer(WARM_S + WINDOW_S, serve, this),
-                crew.in_producers(1, WARM_S + WINDOW_S, deliver, this),
+                crew.in_producers(2, WARM_S + WINDOW_S, deliver_or_look, this, f"{url}api/runs/{run.name}/", readers),
             )
-            answers = sum(await asyncio.gather(*looking))
+    assert isinstance(took, list)
+    assert isinstance(answers, int)
     return Acknowledged(took, await wal, answers)
 
 
@@ -123,22 +123,6 @@ async def dashboard_of(run: Path) -> AsyncIterator[str]:
         await process.wait()
 
 
-async def _look(url: str, run: str, this: Round) -> int:
-    """Ask for every view every second, once the service is warm; how many answers there were."""
-    answers = 0
-    await asyncio.sleep(this.counts_from - time.monotonic())
-    async with aiohttp.ClientSession() as client:
-        while (began := time.monotonic()) < this.until:
-            for view in VIEWS:
-                async with client.get(f"{url}api/runs/{run}/{view}") as response:
-                    await response.read()
-                    if response.status != 200:
-                        raise SlipstreamError(f"{view}: {response.status} {await response.text()}")
-                    answers += 1
-            await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
-    return answers
-
-
 async def _watch(path: Path, until: float) -> int:
     """The largest size."""
     largest = 0
@@ -149,13 +133,39 @@ async def _watch(path: Path, until: float) -> int:
     return largest
 
 
-def deliver(this: Round, number: int) -> list[float]:
-    """Deliver `RATE` trajectories a second until the round is over; the seconds that each took, once it is warm."""
+def deliver_or_look(this: Round, url: str, readers: int, number: int) -> list[float] | int:
+    """The first process delivers. The other reads the pages and computes only where nothing else does: in a real run the readers
+    have machines of their own."""
     heap.freeze_startup_objects()
-    return uvloop.run(_deliver(this, number))
+    if number == 0:
+        return uvloop.run(_deliver(this, number))
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    return uvloop.run(_look_all(this, url, readers))
+
+
+async def _look_all(this: Round, url: str, readers: int) -> int:
+    """How many answers there were."""
+    await asyncio.sleep(max(0.0, this.counts_from - time.monotonic()))
+    return sum(await asyncio.gather(*(_look(url, this) for _ in range(readers))))
+
+
+async def _look(url: str, this: Round) -> int:
+    """Ask for every view every second."""
+    answers = 0
+    async with aiohttp.ClientSession() as client:
+        while (began := time.monotonic()) < this.until:
+            for view in VIEWS:
+                async with client.get(f"{url}{view}") as response:
+                    await response.read()
+                    if response.status != 200:
+                        raise SlipstreamError(f"{view}: {response.status} {await response.text()}")
+                    answers += 1
+            await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
+    return answers
 
 
 async def _deliver(this: Round, number: int) -> list[float]:
+    """Deliver `RATE` trajectories a second until the round is over; the seconds that each took, once it is warm."""
     seconds: list[float] = []
     due = time.monotonic()
     async with this.client(f"worker-{number}") as client:

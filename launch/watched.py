@@ -16,7 +16,7 @@ from ..planner.explain.findings import Explanation
 from .run_lock import CONTROL, is_locked
 
 EXPLAIN_S = 600.0  # longest that a run is explained, with a low priority on a busy machine
-NICE = "10"  # a tenth of what a process of the run gets, where all cores are in use
+NICE = 10  # a tenth of what a process of the run gets, where all cores are in use
 
 
 def is_active(run: Path) -> bool:
@@ -35,7 +35,7 @@ async def status(run: Path) -> Any:
 async def explained(run: Path) -> Explanation:
     """What `slipstream explain` says, in a process of low priority: simulations take seconds. Raises SlipstreamError."""
     # So that it ends with this process, whatever ends that.
-    ends_with_us = (sys.executable, "-m", "slipstream.common.process", "nice", "-n", NICE)
+    ends_with_us = (sys.executable, "-m", "slipstream.common.process", "nice", "-n", str(NICE))
     command = (*ends_with_us, sys.executable, "-m", "slipstream.launch.cli", "explain", str(run), "--json")
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import getpass
+import os
 import secrets
 import signal
 import socket
@@ -38,7 +39,7 @@ def register(commands: CommandTable) -> None:
 
 def dash(options: argparse.Namespace) -> int:
     from ...dashboard.runs import RunFolder
-    from ..watched import ACCESS
+    from ..watched import ACCESS, NICE
 
     port = PORT if options.port is None else options.port
     if port not in PORTS:
@@ -48,6 +49,7 @@ def dash(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.folder} is no folder")
     runs = RunFolder(root, ACCESS)
     if options.export is None:
+        os.nice(NICE)
         asyncio.run(_serve(runs, options.host or HOST, port))
         return 0
     for option in ("port", "host"):
