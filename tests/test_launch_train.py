@@ -216,7 +216,7 @@ def test_a_run_under_nohup_goes_on_without_its_terminal_and_the_reader_of_its_ou
 
 def test_kills_of_worker_engine_buffer_and_learner(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=40")
+    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=20")
     with Background(*arguments) as going:
         for step, victim in ((2, "worker-0"), (4, "engine-0"), (6, "buffer"), (9, "learner-0")):
             going.until_step(step)
@@ -229,7 +229,7 @@ def test_kills_of_worker_engine_buffer_and_learner(policy: Path, tmp_path: Path)
         assert f"{victim} ended with SIGKILL" in output
     assert output.count("! engine-0 ended with") == 2
     assert leftovers(run) == []
-    assert {row["step"] for row in metrics(run)} == set(range(1, 41))
+    assert {row["step"] for row in metrics(run)} == set(range(1, 21))
     check_accounts(run)
     check_staleness(run)
     versions = [version for (version,) in query(run, "SELECT version FROM commits ORDER BY time")]
