@@ -45,13 +45,15 @@ RAY_SESSIONS = "/tmp/ray"
 RESOLVER = "/etc/resolv.conf"
 """Names the servers that know names, which no namespace reaches: a question would wait for them for seconds."""
 
-HEALTH = {
+SYSTEM = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 4000,
     "health_check_failure_threshold": 3,
+    "prestart_worker_first_driver": False,
 }
-"""Ray takes a host that does not answer for lost after about fifteen seconds; by default after about a minute."""
+"""Ray takes a host that does not answer for lost after about fifteen seconds; by default after about a minute. It starts processes
+for actors when there are any, not as many as it has CPUs as soon as a program connects."""
 
 NODES = """
 import ray
@@ -218,9 +220,10 @@ class Hosts:
             missing = {address: host for address, host in missing.items() if address not in done.stdout.split()}
 
     def _start(self, host: int) -> None:
-        head = ["--head", f"--port={self._port}", f"--system-config={json.dumps(HEALTH)}", "--include-dashboard=false"]
+        head = ["--head", f"--port={self._port}", f"--system-config={json.dumps(SYSTEM)}", "--include-dashboard=false"]
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
+            "--include-log-monitor=false",  # it sends logs to programs that ask for them: none of a run does
             *([f"--address={self.address(0)}:{self._port}"] if host else head), f"--node-ip-address={self.address(host)}",
             f"--num-cpus={self.cpus[host]}", "--num-gpus=0", f"--object-store-memory={STORE_BYTES}",
         ]  # fmt: skip
