@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,10 +120,13 @@ def _gate(image: str) -> dict[str, str]:
     stand_in, gate = folder / "python", folder / "gate"
     stand_in.write_text(f"#!{sys.executable} -IS\n{Path(__file__).with_name('stand_in.py').read_text()}")
     stand_in.chmod(0o755)
-    program = folder / "bin" / "slipstream"
+    supervisor, program = folder / "supervisor", folder / "bin" / "slipstream"
+    executed = f'"{sys.executable}" -P -c "{SUPERVISOR}"'  # instead of `python -P -m slipstream.launch.cli`
+    supervisor.write_text(f'#!/bin/sh\nshift 3\nexec {executed} "$@"\n')
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{stand_in}" -P -m slipstream.launch.cli "$@"\n')
-    program.chmod(0o755)
+    for script in (supervisor, program):
+        script.chmod(0o755)
     process = subprocess.Popen([sys.executable, GATE_FLAG, str(gate), image], stdin=subprocess.DEVNULL)
     atexit.register(process.kill)
     until = time.monotonic() + STARTED_S
@@ -277,14 +280,18 @@ def _end_with_parent() -> None:
 # --- in what starts roles ---------------------------------------------------------------------------------------------
 
 
-def start_elsewhere() -> None:
-    """Roles that this process starts begin with what stands for Python, where its environment names that."""
+def start_elsewhere(command: Sequence[str]) -> None:
+    """Roles that `command`, which runs here, starts begin with what stands for Python, where its environment names that. The
+    supervisor that `slipstream chaos` starts is executed, and its roles are forked: it is stopped there, too."""
     if (stand_in := os.environ.get(STAND_IN)) is not None:
-        processes = importlib.import_module("slipstream.launch.supervisor.processes")
-        vars(processes)["sys"] = types.SimpleNamespace(executable=stand_in)
+        executables = {"slipstream.launch.supervisor.processes": stand_in}
+        if "chaos" in command:
+            executables["slipstream.chaos.harness"] = str(Path(stand_in).with_name("supervisor"))
+        for name, executable in executables.items():
+            vars(importlib.import_module(name))["sys"] = types.SimpleNamespace(executable=executable)
 
 
 def supervise() -> None:
     """Run the command of the package in `sys.argv`."""
-    start_elsewhere()
+    start_elsewhere(sys.argv)
     runpy.run_module("slipstream.launch.cli", run_name="__main__", alter_sys=True)

@@ -416,7 +416,7 @@ def _take_on(command: Sequence[str], environment: dict[str, str]) -> None:
     if "torch._dynamo.config" in sys.modules:
         sys.modules["torch._dynamo.config"].disable = environment.get("TORCH_COMPILE_DISABLE") == "1"
     if STAND_IN in environment and "slipstream.launch.supervisor.processes" in sys.modules:
-        importlib.import_module("slipstream.tests.forkgate").start_elsewhere()
+        importlib.import_module("slipstream.tests.forkgate").start_elsewhere(command)
 
 
 def _run(command: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from slipstream.chaos.hosts import Hosts, Namespaces
 from slipstream.chaos.switch import LinkState
 from slipstream.errors import ConfigError
 from slipstream.launch.supervisor.factory import CLIENT_FACTORY
-from slipstream.tests import forkgate, forkserver
+from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
 from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
 
@@ -312,8 +312,7 @@ def check_lost_hosts(hosts: Hosts, run: HostedRun, core: int, spare: int) -> Non
 
 
 @pytest.mark.full
-def test_chaos_on_hosts(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(forkserver.STAND_IN, raising=False)  # all of it is started as users start it
+def test_chaos_on_hosts(policy: Path, tmp_path: Path) -> None:
     arguments = ("chaos", "--hosts=3", "--kills=3", "--links=2", "--seed=1", "--hang=300", "--json")
     done = slipstream(
         "chaos", *arguments, f"model.path={policy}", f"run.dir={tmp_path / 'run'}", check=False, seconds=1500.0
