@@ -40,7 +40,8 @@ from typing import NamedTuple
 
 from slipstream.common.process import PARENT, PR_SET_PDEATHSIG
 from slipstream.tests import forkserver
-from slipstream.tests.forkserver import GATE_FLAG, STAND_IN, Request
+from slipstream.tests.forked import STAND_IN, Request, become
+from slipstream.tests.forkimages import GATE_FLAG, image_of
 
 GATE = "SLIPSTREAM_TESTS_GATE"
 """Variable with the address of the gate."""
@@ -232,7 +233,7 @@ def _is_forked(asked: Asked, image: str) -> bool:
     variables = asked.environment | ({"PYTHONPATH": ours} if ours is not None else {})
     if ours is None:
         variables.pop("PYTHONPATH", None)
-    wanted = forkserver.image_of(asked.command, variables)
+    wanted = image_of(asked.command, variables)
     return wanted in ("ours", image) or (wanted == "vllm" and "slipstream.launch.cli" in asked.command)
 
 
@@ -254,7 +255,7 @@ def _begin(asked: Asked, fds: list[int], gate: int) -> Request:
     )
     try:
         _enter(asked.pid)
-        forkserver.become(request, fds)
+        become(request, fds)
     except OSError:
         os._exit(1)  # the stand-in has ended
     for folder in added:
