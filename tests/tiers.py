@@ -24,8 +24,7 @@ FULL = (
     r"test_sleep::.*@(sglang|fake)",
     # Whole runs. The default tier keeps one from its start to its report, one with kills of every role, one that is killed as a
     # whole and resumed, one in which replicas come and go, and processes under Ray (`test_launch_ray`). Their processes are forked
-    # from one that has imported their packages; a run whose processes are all started as users start them takes a minute more.
-    r"test_launch_train::.*\[as users start it\]",
+    # from one that has imported their packages; those of the run in test_packaging are all started as users start them.
     r"test_launch_train::test_interrupted_then_resumed",
     r"test_launch_train::test_two_of_each_synchronous",
     r"test_launch_train::test_a_run_on_every_kind_of_server",
