@@ -76,6 +76,12 @@ SERVED_BY_VLLM = re.compile("kind: (vllm|classifier|judge)")
 OTHER_ENGINE = re.compile("engine:\n +kind: (?!vllm)")
 """In the config of a run: engines and reward models that vLLM serves, and an engine that is another."""
 
+KNOWN = re.compile(r"slipstream\.(tests|launch\.env_check)\b")
+"""In code that is forked: helpers of tests, and the checks of an environment."""
+
+XDIST = "import sys;exec(eval(sys.stdin.readline()))"
+"""Code of a process that pytest-xdist starts."""
+
 GATE_FLAG = "--gate"
 """First argument of what is no command but the gate, see `forkgate.py`; the others are its address and its image."""
 
@@ -103,7 +109,7 @@ def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
     if kind == "-m" and what == "pytest":
         return "ours"
     if kind == "-c":
-        known = what.startswith("from multiprocessing.spawn import") or "slipstream.tests" in what
+        known = what.startswith(("from multiprocessing.spawn import", XDIST)) or KNOWN.search(what)
         return "ours" if known else None
     return "ours" if not kind and what.startswith(str(Path(__file__).parent)) else None
 

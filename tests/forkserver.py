@@ -8,6 +8,8 @@ executed. The product has no part in it. Inside of `disabled` everything is exec
                                       its own fork server <──forks──┘
                                                 └──forks──> `slipstream role learner-0`, a child of `slipstream train`
 
+Where several processes test (`pytest -n`), they are forked, too, and each has its own fork server from the start.
+
 Invariants:
 - A forked process is a real child of the process that asked for it (the fork server forks twice, and the requester adopts the
   orphan): exit status, signals, `PR_SET_PDEATHSIG` and process groups are as after an exec.
@@ -95,7 +97,9 @@ _replace: Callable[..., Any] = os.execvpe
 
 
 def install() -> None:
-    """Fork known commands from now on, in this process."""
+    """Fork known commands from now on, in this process, a process of the tests."""
+    global _root
+    _root = True
     subprocess._fork_exec = _fork_or_execute  # type: ignore[attr-defined]
     multiprocessing.util.spawnv_passfds = _fork_or_spawn
 
@@ -117,7 +121,7 @@ def disabled() -> Iterator[None]:
 
 
 def _server(command: Sequence[str], environment: dict[str, str]) -> ForkServer | None:
-    """The fork server for this command. It is started where it is asked for first, and only by the process of the tests."""
+    """The fork server for this command. It is started where it is asked for first, and only by processes of the tests."""
     if not command or _disabled or (image := image_of(command, environment)) is None:
         return None
     if not _root:
@@ -130,7 +134,8 @@ def _server(command: Sequence[str], environment: dict[str, str]) -> ForkServer |
             **(FROM_VLLM if image == "vllm" else {}),
         }
         command = [command[0], "-P", __file__, str(theirs.fileno()), image, " " * 4096]
-        with disabled():
+        # One that needs more than `ours` is forked from that, and imports the rest.
+        with contextlib.nullcontext() if image == "vllm" else disabled():
             subprocess.Popen(
                 command,
                 env=environment,
