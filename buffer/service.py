@@ -149,6 +149,7 @@ class BufferService:
     def stop(self) -> None:
         """End `serve` after the round in progress."""
         self._stopping = True
+        self._wake()
 
     async def serve(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop`. `on_ready` is called once the address is bound."""

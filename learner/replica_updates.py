@@ -24,7 +24,7 @@ from .packing import scoring_microbatch
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0  # seconds between requests for the buffer's statistics until the first group is leased
+POLL_S = 0.2  # seconds between requests for the buffer's statistics until the first group is leased
 
 
 class ReplicaUpdates:

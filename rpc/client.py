@@ -6,8 +6,9 @@
 
 Invariants:
 - Replies are matched by number; any number of requests may be under way at once. A reply to a finished request is ignored.
-- With `resend_s` a request is sent again after that long without a reply; the service must treat a repetition as the same request.
-  A service that restarts meanwhile goes unnoticed. Without it a request is sent once.
+- With `resend_s` a request is sent again after that long without a reply, and at once when `trust` names the key of another process
+  of the service, which must treat a repetition as the same request. A service that restarts meanwhile goes unnoticed. Without it
+  a request is sent once.
 - A deadline counts time in which this process could have received the reply: one that was stopped (SIGSTOP) waits on.
 - Without a connection, requests that are resent wait in the caller and do not pile up; other messages queue in libzmq.
 - A service whose key is not known yet, or that has another one after a restart, is connected to when `trust` names the key.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -79,6 +81,9 @@ class RpcClient:
         self._frame_limit = frame_limit
         self._numbers = itertools.count(ONE_WAY + 1)
         self._pending: dict[int, _Pending] = {}
+        self._replaced: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # another process has the service
         self._own_context = None if context is not None else zmq.asyncio.Context()
         socket = (context or self._own_context or zmq.asyncio.Context()).socket(zmq.DEALER)
         if identity is not None:
@@ -99,6 +104,8 @@ class RpcClient:
             return
         if self._trusted:
             self._socket.disconnect(self._address)
+            self._replaced.set_result(None)
+            self._replaced = asyncio.get_running_loop().create_future()
         self._trusted = key
         if key:
             configure_client(self._raw, key, self._pair)
@@ -117,21 +124,23 @@ class RpcClient:
         """
         waits_for = waits_for or f"{self._service}'s answer to {type(message).__name__}"
         frames, reply = self._begin(message, reply_type)
-        left, unsent = deadline_s, True
+        left, unsent, again = deadline_s, True, self._resend_s is not None
         with TrackedWait(self.name, waits_for, None if deadline_s == float("inf") else deadline_s):
             try:
                 while not reply.done() and left > 0:
-                    step = min(left, self._resend_s or STEP_S)
-                    if not (unsent or self._resend_s is not None) or self._try_send(frames):
+                    step, began, replaced = min(left, self._resend_s or STEP_S), time.monotonic(), self._replaced
+                    ends = [reply, replaced] if again else [reply]
+                    if not (unsent or again) or self._try_send(frames):
                         unsent = False
-                        await asyncio.wait([reply], timeout=step)
+                        await asyncio.wait(ends, timeout=step, return_when=asyncio.FIRST_COMPLETED)
                     else:
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(step):
                                 while unsent := not self._try_send(frames):
                                     await self._socket.poll_send()
-                                await asyncio.wait([reply])
-                    left -= step  # by the step, not the clock, see above
+                                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    # By the step, not the clock, see above, unless it was cut short.
+                    left -= min(step, time.monotonic() - began) if replaced.done() else step
             finally:
                 reply.cancel()
         if reply.cancelled():

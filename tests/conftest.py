@@ -1,23 +1,28 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share.
+
+What takes seconds to import is imported where it is used: where several processes test, the one that distributes the tests needs
+none of it, and the others begin when it has read this file.
+"""
+
+from __future__ import annotations
 
 import gc
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
-from renderers import Renderer
-from slipstream.agents import load_renderer
-from slipstream.learner.model import load_tokenizer
-from slipstream.tests import forkserver, tiers, tiny
+from slipstream.tests import forkserver, tiers
 from slipstream.tests.cache import open_cache
-from slipstream.tests.runs import tiny_policy
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CACHE = pytest.StashKey[Path | None]()
 
@@ -28,9 +33,9 @@ settings.register_profile("full", max_examples=100, deadline=None)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Commands of this package are forked from a process that has imported it, unless `SLIPSTREAM_TESTS_EXECUTE` is set. Signals
-    are as in a terminal, also where the tests run under nohup or in the background of a script. A test process computes with one
-    thread: several that wait for each other on cores that servers and runs use, too, take twice as long."""
-    torch.set_num_threads(1)
+    are as in a terminal, also where the tests run under nohup or in the background of a script. What a test starts computes with
+    one thread: several that wait for each other on cores that other processes use, too, take twice as long."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number, handler in {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}.items():
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
@@ -48,7 +53,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Name the tier of each test; long groups begin first."""
+    """Name the tier of each test; long groups begin first. The process that tests computes with one thread, too."""
+    import torch
+
+    torch.set_num_threads(1)
     for item in items:
         if tiers.is_full(item):
             item.add_marker("full")
@@ -70,6 +78,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two policies of one architecture, tied embeddings, random weights."""
+    from slipstream.tests import tiny
+
     root = tmp_path_factory.mktemp("models")
     return [tiny.tiny_qwen3(root / f"m{seed}", seed) for seed in range(2)]
 
@@ -77,28 +87,39 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def address() -> str:
     """A ZeroMQ address at which no process listens."""
+    from slipstream.tests import tiny
+
     return f"tcp://127.0.0.1:{tiny.free_port()}"
 
 
 @pytest.fixture(scope="session")
 def models(folders: list[Path]) -> list[PreTrainedModel]:
     """What transformers makes of `folders`."""
+    from slipstream.tests import tiny
+
     return [tiny.load(folder) for folder in folders]
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random policy with a tokenizer, for runs of the quickstart's environment."""
+    from slipstream.tests.runs import tiny_policy
+
     return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     """That of a tiny policy of the quickstart's environment."""
+    from slipstream.learner.model import load_tokenizer
+    from slipstream.tests.runs import tiny_policy
+
     return load_tokenizer(str(tiny_policy(tmp_path_factory.mktemp("model") / "policy")))
 
 
 @pytest.fixture(scope="session")
 def renderer(tokenizer: PreTrainedTokenizerBase) -> Renderer:
     """Qwen3's messages, without thinking."""
+    from slipstream.agents import load_renderer
+
     return load_renderer("qwen3", tokenizer, thinking=False)

@@ -68,7 +68,14 @@ class FakeKubeRay:
 
                 for i, (group, options) in enumerate(groups):
                     parameters = [f"--{name}={value}" for name, value in group["rayStartParams"].items()]
-                    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+                    ray = [
+                        sys.executable,
+                        "-m",
+                        "ray.scripts.scripts",
+                        "start",
+                        "--block",
+                        "--include-log-monitor=false",
+                    ]
                     pods.append(start([*ray, f"--node-ip-address={WORKER_POD.format(2 + i)}", *options, *parameters]))
                     _await_listener(HEAD_POD, port, pods[0], output)
                 entrypoint = self.spec["entrypoint"].replace(CONFIG_DIR, str(self.folder))

@@ -34,13 +34,14 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.common.process import PARENT, PR_SET_PDEATHSIG
 from slipstream.tests import forkserver
-from slipstream.tests.forkserver import GATE_FLAG, STAND_IN, Request
+from slipstream.tests.forked import STAND_IN, Request, become
+from slipstream.tests.forkimages import GATE_FLAG, image_of
 
 GATE = "SLIPSTREAM_TESTS_GATE"
 """Variable with the address of the gate."""
@@ -120,10 +121,13 @@ def _gate(image: str) -> dict[str, str]:
     stand_in, gate = folder / "python", folder / "gate"
     stand_in.write_text(f"#!{sys.executable} -IS\n{Path(__file__).with_name('stand_in.py').read_text()}")
     stand_in.chmod(0o755)
-    program = folder / "bin" / "slipstream"
+    supervisor, program = folder / "supervisor", folder / "bin" / "slipstream"
+    executed = f'"{sys.executable}" -P -c "{SUPERVISOR}"'  # instead of `python -P -m slipstream.launch.cli`
+    supervisor.write_text(f'#!/bin/sh\nshift 3\nexec {executed} "$@"\n')
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{stand_in}" -P -m slipstream.launch.cli "$@"\n')
-    program.chmod(0o755)
+    for script in (supervisor, program):
+        script.chmod(0o755)
     process = subprocess.Popen([sys.executable, GATE_FLAG, str(gate), image], stdin=subprocess.DEVNULL)
     atexit.register(process.kill)
     until = time.monotonic() + STARTED_S
@@ -229,7 +233,7 @@ def _is_forked(asked: Asked, image: str) -> bool:
     variables = asked.environment | ({"PYTHONPATH": ours} if ours is not None else {})
     if ours is None:
         variables.pop("PYTHONPATH", None)
-    wanted = forkserver.image_of(asked.command, variables)
+    wanted = image_of(asked.command, variables)
     return wanted in ("ours", image) or (wanted == "vllm" and "slipstream.launch.cli" in asked.command)
 
 
@@ -251,7 +255,7 @@ def _begin(asked: Asked, fds: list[int], gate: int) -> Request:
     )
     try:
         _enter(asked.pid)
-        forkserver.become(request, fds)
+        become(request, fds)
     except OSError:
         os._exit(1)  # the stand-in has ended
     for folder in added:
@@ -277,14 +281,18 @@ def _end_with_parent() -> None:
 # --- in what starts roles ---------------------------------------------------------------------------------------------
 
 
-def start_elsewhere() -> None:
-    """Roles that this process starts begin with what stands for Python, where its environment names that."""
+def start_elsewhere(command: Sequence[str]) -> None:
+    """Roles that `command`, which runs here, starts begin with what stands for Python, where its environment names that. The
+    supervisor that `slipstream chaos` starts is executed, and its roles are forked: it is stopped there, too."""
     if (stand_in := os.environ.get(STAND_IN)) is not None:
-        processes = importlib.import_module("slipstream.launch.supervisor.processes")
-        vars(processes)["sys"] = types.SimpleNamespace(executable=stand_in)
+        executables = {"slipstream.launch.supervisor.processes": stand_in}
+        if "chaos" in command:
+            executables["slipstream.chaos.harness"] = str(Path(stand_in).with_name("supervisor"))
+        for name, executable in executables.items():
+            vars(importlib.import_module(name))["sys"] = types.SimpleNamespace(executable=executable)
 
 
 def supervise() -> None:
     """Run the command of the package in `sys.argv`."""
-    start_elsewhere()
+    start_elsewhere(sys.argv)
     runpy.run_module("slipstream.launch.cli", run_name="__main__", alter_sys=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 import zmq
 from cryptography.hazmat.primitives import serialization
@@ -24,9 +24,11 @@ from slipstream.rollout.engines.access import KEY, TOKENS, ServerAccess
 from slipstream.rpc.security import FILE, KeyPair, split_address
 from zmq.utils import z85
 
-Z85 = rb"0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#"
-KEYS_IN_MEMORY = re.compile(rb"(?<![%s])[%s]{40}(?![%s])" % (Z85, Z85, Z85))
-"""What may be a key in Z85. One that is followed by another such character is not found: strings end with a zero byte."""
+IN_KEYS = np.isin(np.arange(256, dtype=np.uint8), np.frombuffer(z85.Z85CHARS, np.uint8))
+"""Bytes that are characters of Z85."""
+
+CHUNK = 8 << 20
+"""Bytes of memory that are looked at at once."""
 
 
 def forms(secret: str) -> Iterator[bytes]:
@@ -87,11 +89,24 @@ def supervisor_key(variables: dict[str, str]) -> str:
 def secret_in_memory(pid: int, public: str) -> str | None:
     """The secret key of `public` in the memory of a process; None where it is not there."""
     for data in _memory(pid):
-        for candidate in set(KEYS_IN_MEMORY.findall(data)):
+        for candidate in keys_in(data):
             with contextlib.suppress(ValueError, zmq.ZMQError):  # forty letters that are no key
                 if zmq.curve_public(candidate).decode() == public:
                     return candidate.decode()
     return None
+
+
+def keys_in(data: bytes) -> set[bytes]:
+    """What may be keys in Z85: forty characters of it. One that is followed by another such character is not found: strings end
+    with a zero byte."""
+    found = set[bytes]()
+    for begin in range(0, len(data), CHUNK):
+        part = data[max(0, begin - 41) : begin + CHUNK]
+        inside = np.concatenate([[False], IN_KEYS[np.frombuffer(part, np.uint8)], [False]])
+        edges = np.flatnonzero(inside[1:] != inside[:-1])
+        starts = edges[::2][edges[1::2] - edges[::2] == 40]
+        found |= {part[start : start + 40] for start in starts.tolist()}
+    return found
 
 
 def _memory(pid: int) -> Iterator[bytes]:

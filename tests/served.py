@@ -18,6 +18,11 @@ ENGINE = ("rollout.engine.kind=transformers", "rollout.engine.memory=32MiB")
 """The server that starts fastest."""
 
 
+def named(*servers: str) -> str:
+    """The setting of a run that uses `servers`, each as `ServedEngine.named` says it."""
+    return f"{KEY}={{{', '.join(servers)}}}"
+
+
 class ServedEngine:
     """`slipstream serve quickstart` of the model in `model`, with more `overrides`."""
 

@@ -214,6 +214,37 @@ async def test_a_client_follows_a_server_that_starts_again_with_another_key(addr
         client.close()
 
 
+async def test_what_a_server_left_unanswered_is_sent_to_its_successor_at_once(address: str) -> None:
+    asked = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def served(pair: KeyPair, reply: m.Ack | None) -> AsyncIterator[None]:
+        async def answer(request: object) -> m.Ack | None:
+            asked.set()
+            return reply
+
+        server: RpcServer[m.Register] = RpcServer(address, "a service", m.Register, peers=table(), pair=pair)
+        serving = asyncio.create_task(server.serve(answer, "a request"))
+        try:
+            yield
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
+            server.close()
+
+    client = RpcClient(f"{address}#{BUFFER.public}", "worker-0", "a service", m.Ack, resend_s=100 * SOON, pair=WORKER)
+    try:
+        async with asyncio.timeout(SOON):
+            async with served(BUFFER, None):
+                replies = [asyncio.create_task(client.request(m.Register("a", "b"), m.Ack, 100 * SOON)) for _ in "ab"]
+                await asked.wait()
+            async with served(NOBODY, m.Ack()):
+                client.trust(NOBODY.public)
+                assert await asyncio.gather(*replies) == [m.Ack(), m.Ack()]
+    finally:
+        client.close()
+
+
 async def test_the_fleet_is_shown_to_roles_only() -> None:
     board = StatePublisher("tcp://127.0.0.1:*", Fleet(), table(), SUPERVISOR)
     serving = asyncio.create_task(board.serve())

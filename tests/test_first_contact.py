@@ -191,12 +191,12 @@ def test_a_run_whose_episodes_crash_says_so_everywhere(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     own = ("env={kind: python, factory: 'fails_often:Env'}", "agent.kind=single_turn")
     small = [one for one in SMALL if not one.startswith("evaluation")]
-    engine = ("rollout.engine.kind=transformers", "learner.backend.device=cpu", "evaluation.tasks=8", "learner.steps=8")
+    engine = ("rollout.engine.kind=transformers", "learner.backend.device=cpu", "evaluation.tasks=8", "learner.steps=5")
     done = slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small, *own, *engine)
     where = r"Env: step: KeyError: 'row' \(fails_often\.py:15 in step\)"
     assert re.search(f"an episode failed by environment: {where}", done.stdout)
     assert re.search(r"warm start: .* over 5 fresh tasks; 3 of 8 episodes failed \(3 environment\)", done.stdout)
-    assert re.search(r"step \d/8 .* \d+ of \d+ episodes failed \(\d+ environment\)", done.stdout)
+    assert re.search(r"step \d/5 .* \d+ of \d+ episodes failed \(\d+ environment\)", done.stdout)
     assert sum(row["outcomes"].get("failed_environment", 0) for row in metrics(run)) > 0
     shown = recorded_in(run / "report.html")["answers"]
     assert re.search(r"\d+ of \d+ episodes failed \(\d+ environment\)", shown["now"]["now"]["failures"])

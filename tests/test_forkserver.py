@@ -12,6 +12,7 @@ import psutil
 import pytest
 from slipstream.common.process import set_parent_death_signal
 from slipstream.tests import forkgate, forkserver
+from slipstream.tests.forked import STAND_IN
 
 SHOWN = """
 import json, os, signal, sys, tempfile
@@ -177,7 +178,7 @@ def test_by_a_gate_it_dies_with_who_started_it() -> None:
     between = f"""
 import os, subprocess, sys
 variables = os.environ | {{"SLIPSTREAM_PARENT": str(os.getpid())}}
-command = [os.environ["{forkserver.STAND_IN}"], "-P", "-c", {WAITS!r}]
+command = [os.environ["{STAND_IN}"], "-P", "-c", {WAITS!r}]
 subprocess.Popen(command, stdin=subprocess.PIPE, env=variables).wait()
 """
     with forkgate.gated(), start(between) as process:

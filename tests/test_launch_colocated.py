@@ -26,7 +26,7 @@ from slipstream.tests.runs import (
     query,
     slipstream,
 )
-from slipstream.tests.test_launch_train import check_staleness
+from slipstream.tests.whole_run import check_staleness
 
 COLOCATED = ("launch.kind=colocated", "weightsync.transport=shared", "rollout.engine.kind=transformers")
 

@@ -168,7 +168,7 @@ def test_statistics_are_exact_though_buffer_worker_and_run_are_killed(folder: Pa
 def test_a_sampler_that_breaks_ends_the_run_with_its_line(folder: Path) -> None:
     (folder / "samplers_of_mine.py").write_text(SAMPLER)
     policy, run = tiny_policy(folder / "policy"), folder / "run"
-    small = (*SMALL, *ENGINE, ENV, "env.sampler=samplers_of_mine:Late", "learner.steps=40")
+    small = (*SMALL, *ENGINE, ENV, "env.sampler=samplers_of_mine:Late", "learner.steps=40", "launch.heartbeat_s=10")
     done = slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small, check=False)
     assert done.returncode == 1
     assert "EnvError: env.sampler: Late.next(5) raised KeyError: 'draw' (samplers_of_mine.py:15 in next)" in done.stderr

@@ -80,12 +80,12 @@ def test_groups_of_equal_rewards_are_refilled_and_the_ledger_closes(
 
 def test_tasks_of_which_none_teaches_end_the_run_by_name(policy: Path, tmp_path: Path, coins: tuple[str, ...]) -> None:
     run = tmp_path / "run"
-    hopeless = ("env.arguments.hopeless=true", "learner.batch_s=12", "rollout.episode_s=12")
+    hopeless = ("env.arguments.hopeless=true", "learner.batch_s=6", "rollout.episode_s=6")
     done = slipstream(
         "train", "dapo", f"model.path={policy}", f"run.dir={run}", *SMALL, *FAKE, *coins, *hopeless, check=False
     )
     assert done.returncode == 1
-    assert "waited 12 s for the batch of version 0" in done.stderr
+    assert "waited 6 s for the batch of version 0" in done.stderr
     assert (
         "groups of this run were discarded because all their rewards were equal (buffer.dynamic_sampling)"
         in done.stderr

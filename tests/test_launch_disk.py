@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, slipstream
 
-ENGINE = ("rollout.engine.kind=fake", "launch.heartbeat_s=15")
+ENGINE = ("rollout.engine.kind=fake", "launch.heartbeat_s=10")
 """The learner, whose buffer is gone for good, has two thirds of that to end."""
 
 ROOM = 128 << 10

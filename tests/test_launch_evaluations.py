@@ -8,7 +8,6 @@ import io
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -332,10 +331,12 @@ def test_a_run_that_goes_on_is_evaluated_once_per_step_and_any_checkpoint_is_exp
     # An evaluation that the run did not begin with is not of its warm start, and a finished run has one final evaluation.
     slipstream("resume", str(run), "evaluation.tasks=2", "learner.steps=4")
     assert labels(run) == ["step 2", "final"]
-    slipstream("resume", str(run))
-    assert labels(run) == ["step 2", "final"]
     answer = slipstream("eval", str(run), "--step", "2", "--json")
     assert msgspec.json.decode(answer.stdout, type=EvaluationResult).tasks == 2
+    if backend != "fsdp2":
+        return  # the rest is of no backend
+    slipstream("resume", str(run))
+    assert labels(run) == ["step 2", "final"]
     wrong = slipstream("eval", str(run), "--step", "3", check=False)
     assert wrong.returncode == 2
     assert f"--step: {run} has no checkpoint of step 3; it has 2, 4" in wrong.stderr
@@ -354,9 +355,11 @@ PERIODIC = (
     "rollout.engine.kind=transformers",
     "learner.backend.device=cpu",
     "learner.checkpoint_keep=1",
-    "learner.steps=60",
+    "agent.max_tokens_per_turn=12",
+    "learner.optimizer.lr=1e-3",
+    "learner.steps=30",
     "evaluation.tasks=6",
-    "evaluation.every=20",
+    "evaluation.every=10",
     "evaluation.keep_best=greedy",
     "evaluation.suites={greedy: {temperature: 0}, short: {samples: 3, max_tokens_per_turn: 8}}",
 )
@@ -377,20 +380,17 @@ def test_checkpoints_are_evaluated_once_each_while_training_goes_on_though_the_r
         during = metrics(run)
         going.process.kill()
         going.process.wait()
-        deadline = time.monotonic() + WAIT_S
-        while leftovers(run):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    assert during[-1]["step"] > 20  # the learner did not wait
+        assert leftovers(run) == []
+    assert during[-1]["step"] > 10  # the learner did not wait
     shutil.rmtree(run / "model", ignore_errors=True)  # of a learner that was through its steps before the kill
     unfinished = slipstream("eval", str(run), "--json", "evaluation.suites={greedy: {temperature: 0}}")
     assert msgspec.json.decode(unfinished.stdout, type=EvaluationResult).tasks == 6
     slipstream("resume", str(run))
     assert leftovers(run) == []
     found = read_evaluations(run / evaluations.FILE)
-    wanted = [(step, suite) for step in (0, 20, 40, 60) for suite in ("greedy", "short")]
+    wanted = [(step, suite) for step in (0, 10, 20, 30) for suite in ("greedy", "short")]
     assert [(one.step, one.suite) for one in found] == wanted
-    assert [one.label for one in found[::2]] == ["warm start", "step 20", "step 40", "final"]
+    assert [one.label for one in found[::2]] == ["warm start", "step 10", "step 20", "final"]
     version_of = {row["step"]: row["version"] for row in metrics(run)}
     assert all(one.version == version_of[one.step] for one in found if one.step)
     assert all(one.versions == () for one in found)
@@ -411,12 +411,12 @@ def test_checkpoints_are_evaluated_once_each_while_training_goes_on_though_the_r
         (one for one in found if one.suite == "greedy" and one.step), key=lambda one: (one.reward_mean, one.step)
     )
     kept = {read_state(path).step for path in checkpoints(run / "checkpoints")}
-    assert kept == {best.step, 60}
+    assert kept == {best.step, 30}
     assert not (run / FOLDER).exists()
     again = slipstream("eval", str(run), "--step", "best", "--json", "evaluation.suites={greedy: {temperature: 0}}")
     assert msgspec.json.decode(again.stdout, type=EvaluationResult).reward_mean == best.reward_mean
     assert f"{run}/model-step-{best.step}" in slipstream("export", str(run), "--step", "best").stdout
-    assert {"warm start, greedy", "step 40, short", "final, greedy"} <= set(evaluations_in(run / "report.html"))
+    assert {"warm start, greedy", "step 20, short", "final, greedy"} <= set(evaluations_in(run / "report.html"))
     check_accounts(run)
 
 

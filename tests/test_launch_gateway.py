@@ -16,14 +16,14 @@ FAKE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16")
 def test_an_agent_with_an_sdk_trains_and_its_ledger_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, run = tiny_policy(tmp_path / "policy"), tmp_path / "run"
     monkeypatch.chdir(EXAMPLES)
-    options = (f"model.path={policy}", f"run.dir={run}", *SMALL, *FAKE, "learner.steps=8", "evaluation.tasks=4")
+    options = (f"model.path={policy}", f"run.dir={run}", *SMALL, *FAKE, "learner.steps=5", "evaluation.tasks=4")
     with Background("train", "quickstart", *options, "agent.kind=openai_agent:solve") as going:
         going.until_step(1)
         going.kill("worker-0")
         output = going.output()
     assert going.process.returncode == 0, output
     rows = metrics(run)
-    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["step"] for row in rows] == list(range(1, 6))
     assert max(row["mismatch_max"] or 0 for row in rows) < 1e-4
     check_accounts(run)
     assert "; restart 1 of 3" in output

@@ -27,11 +27,14 @@ ROLE = "from slipstream.common.process import set_parent_death_signal; set_paren
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 5}
 """Ray sees within a second that a node is lost."""
 
+QUIET = {"include_log_monitor": False}
+"""Of each node: a process less that takes a second to start. No program asks for the logs that it sends."""
+
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Cluster]:
     """A cluster whose only node has no room, so that every role is on a node that can be lost."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": QUICK})
+    cluster = Cluster(initialize_head=True, head_node_args={**QUIET, "num_cpus": 0, "_system_config": QUICK})
     yield cluster
     cluster.shutdown()
 
@@ -73,7 +76,7 @@ async def test_placements_that_are_lost(
     cluster: Cluster, launcher: RayLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with asyncio.timeout(4 * WAIT_S):
-        first = cluster.add_node(num_cpus=1)
+        first = cluster.add_node(**QUIET, num_cpus=1)
         placement = (await launcher.place({"engine-0": 0}))["engine-0"]
         process = await start(launcher, "engine-0")
 
@@ -95,7 +98,7 @@ async def test_placements_that_are_lost(
 
         # The node is lost: the role continues on another.
         process = await restart(launcher, "engine-0")
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(**QUIET, num_cpus=1)
         await asyncio.to_thread(cluster.remove_node, first, allow_graceful=False)
         assert await process.wait() == -9
         process = await restart(launcher, "engine-0")
@@ -114,10 +117,10 @@ async def test_a_node_that_is_lost_for_good(
     cluster: Cluster, launcher: RayLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with asyncio.timeout(4 * WAIT_S):
-        lost = cluster.add_node(num_cpus=1)
+        lost = cluster.add_node(**QUIET, num_cpus=1)
         await launcher.place({"engine-0": 0})
         process = await start(launcher, "engine-0")
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(**QUIET, num_cpus=1)
         await launcher.place({"engine-1": 0})
         other = await start(launcher, "engine-1")
         await asyncio.to_thread(cluster.remove_node, lost, allow_graceful=False)
@@ -147,10 +150,10 @@ async def test_only_a_role_that_the_others_find_again_moves_to_another_host(
     cluster: Cluster, launcher: RayLauncher
 ) -> None:
     async with asyncio.timeout(4 * WAIT_S):
-        lost = cluster.add_node(num_cpus=3)
+        lost = cluster.add_node(**QUIET, num_cpus=3)
         placements = await launcher.place({"reward": 0, "engine-0": 0, "worker-0": 0})
         processes = [await start(launcher, role) for role in placements]
-        cluster.add_node(num_cpus=3, node_ip_address="127.0.0.2")
+        cluster.add_node(**QUIET, num_cpus=3, node_ip_address="127.0.0.2")
         await asyncio.to_thread(cluster.remove_node, lost, allow_graceful=False)
         assert await asyncio.gather(*(process.wait() for process in processes)) == [-9] * 3
         await restart(launcher, "worker-0")
@@ -163,8 +166,8 @@ async def test_only_a_role_that_the_others_find_again_moves_to_another_host(
 
 async def test_hosts_that_reach_each_other_pass_the_check_of_links(cluster: Cluster, launcher: RayLauncher) -> None:
     async with asyncio.timeout(4 * WAIT_S):
-        cluster.add_node(num_cpus=1)
-        cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
+        cluster.add_node(**QUIET, num_cpus=1)
+        cluster.add_node(**QUIET, num_cpus=1, node_ip_address="127.0.0.2")
         placements = await launcher.place({"buffer": 0, "worker-0": 0})
         assert len({placement.host for placement in placements.values()}) == 2
         await launcher.check_links()
@@ -184,7 +187,7 @@ async def test_a_host_that_does_not_share_the_folder_of_the_run_is_named(
 ) -> None:
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
-    cluster.add_node(num_cpus=1)
+    cluster.add_node(**QUIET, num_cpus=1)
     private = ["unshare", "--mount", "--propagation=private", "sh", "-c", NODE, str(run), cluster.address]
     launcher = RayLauncher(run / "logs", 0, many_hosts=True)
     node = await asyncio.create_subprocess_exec(*private, stdout=asyncio.subprocess.DEVNULL, start_new_session=True)

@@ -165,7 +165,7 @@ async def test_a_server_that_dies_before_it_served_a_version_is_tried_twice(
 def test_a_model_that_vllm_refuses_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     source = parts_of(load("quickstart").env, "train", 0)[0].source
     shape = TinyModelShape(head_dim=20, heads=2, kv_heads=2)
-    init_model(tmp_path / "policy", sources=[source], agent=Agent(), shape=shape)
+    init_model(tmp_path / "policy", sources=[source], agent=Agent(), shape=shape, samples=64)
     arguments = ("train", "quickstart", f"model.path={tmp_path / 'policy'}", f"run.dir={tmp_path / 'run'}")
     done = slipstream(*arguments, *SMALL, check=False)
     assert done.returncode == 1

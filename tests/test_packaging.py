@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from slipstream.tests.runs import SMALL
+from slipstream.tests import forkserver
+from slipstream.tests.runs import SMALL, WAIT_S
+from slipstream.tests.whole_run import TEN_STEPS, check_run
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -131,9 +133,10 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_an_installed_wheel_trains_from_an_unrelated_directory(wheel: Path, tmp_path: Path):
-    """The fresh environment sees the dependencies of this one, as a plain path: its editable install is not loaded."""
+    """As users start it, from start to report: no process is forked. The fresh environment sees the dependencies of this one, as a
+    plain path: its editable install is not loaded."""
     environment, elsewhere = tmp_path / "venv", tmp_path / "elsewhere"
     elsewhere.mkdir()
     venv.create(environment, symlinks=True, with_pip=False)
@@ -143,29 +146,20 @@ def test_an_installed_wheel_trains_from_an_unrelated_directory(wheel: Path, tmp_
     python = str(environment / "bin" / "python")
 
     def run(*command: str) -> str:
-        done = subprocess.run(
-            command, cwd=elsewhere, capture_output=True, text=True, timeout=400, env=clean_environment()
-        )
+        with forkserver.disabled():
+            done = subprocess.run(
+                command, cwd=elsewhere, capture_output=True, text=True, timeout=WAIT_S, env=clean_environment()
+            )
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
-    run(
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--ignore-installed",
-        "--prefix",
-        str(environment),
-        str(wheel),
-    )
+    alone = ("--no-deps", "--ignore-installed", "--prefix", str(environment))
+    run(python, "-m", "pip", "install", "-q", *alone, str(wheel))
     where = run(python, "-c", "import slipstream; print(slipstream.__file__)")
     assert Path(where.strip()).is_relative_to(environment)
     slipstream = str(environment / "bin" / "slipstream")
-    small = [*SMALL, "rollout.engine.kind=transformers", "learner.steps=2", "run.dir=run", "model.path=model"]
     run(slipstream, "init-model", "model", "--config", "quickstart")
-    run(slipstream, "train", "quickstart", *small)
-    rows = (elsewhere / "run" / "metrics.jsonl").read_text().splitlines()
-    assert len(rows) >= 2
+    folder = elsewhere / "run"
+    check_run(
+        folder, run(slipstream, "train", "quickstart", *SMALL, *TEN_STEPS, f"run.dir={folder}", "model.path=model")
+    )

@@ -24,8 +24,7 @@ FULL = (
     r"test_sleep::.*@(sglang|fake)",
     # Whole runs. The default tier keeps one from its start to its report, one with kills of every role, one that is killed as a
     # whole and resumed, one in which replicas come and go, and processes under Ray (`test_launch_ray`). Their processes are forked
-    # from one that has imported their packages; a run whose processes are all started as users start them takes a minute more.
-    r"test_launch_train::.*\[as users start it\]",
+    # from one that has imported their packages; those of the run in test_packaging are all started as users start them.
     r"test_launch_train::test_interrupted_then_resumed",
     r"test_launch_train::test_two_of_each_synchronous",
     r"test_launch_train::test_a_run_on_every_kind_of_server",
@@ -122,10 +121,13 @@ KEPT = (r"test_(partial|pushes|deaths)::test_\w*(served|swap|new_server)\w*\b.*@
 WHOLE_RUNS = ("test_launch_train", "test_launch_replicas", "test_launch_dapo", "test_launch_withheld")
 """Files of which every test is long and shares nothing: each may go to another process."""
 
+SGLANG = ("test_rollout_sglang", "test_launch_train::test_a_run_on_every_kind_of_server[sglang]")
+"""What starts SGLang's servers outside of the conformance suite: the process that has imported SGLang there takes it, too."""
+
 FIRST = ("vllm", "sglang", "test_launch_chaos", "test_launch_train", "test_learner_fsdp2_layouts", "test_learner_megatron",
          "test_learner_fsdp2", "test_launch_replicas", "test_learner_placed", "test_launch_disk", "test_launch_placed",
          "test_launch_reward", "test_types", "transformers", "fake", "test_launch_ray",
-         "test_rollout_vllm", "test_rollout_sglang")  # fmt: skip
+         "test_rollout_vllm")  # fmt: skip
 """Groups that take long begin first, so that no process is left with one at the end."""
 
 
@@ -151,6 +153,8 @@ def group_of(nodeid: str) -> str:
         kinds = {kind.name for kind in KINDS} & set(re.split(r"[-\]]", parameters))
         return kinds.pop() if len(kinds) == 1 else path
     stem = path.rpartition("/")[2].removesuffix(".py")
+    if stem in SGLANG or f"{stem}::{test}" in SGLANG:
+        return "sglang"
     return f"{stem}::{test}" if stem in WHOLE_RUNS else stem
 
 

@@ -12,6 +12,9 @@ from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import PROMPTS, ROUNDS, Replica, Traffic, join
 
+LONG = 600
+"""Tokens of a request that several pushes find under way."""
+
 
 def span_error(replica: Replica, policies: dict[int, int], prompt: list[int], completion: Completion) -> float:
     """Largest error in nats over the spans that are of one policy alone; `policies` says which policy each version is."""
@@ -103,14 +106,14 @@ async def test_a_push_under_running_requests_has_exact_spans(kind: Kind, modal: 
 async def test_long_requests_cross_many_versions_and_lose_no_token(kind: Kind, modal: Replica, mode: Partial) -> None:
     kind.needs("spans", mode)
     policies = {modal.version or 0: 0}
-    async with Traffic(modal, max_tokens=900) as traffic:
+    async with Traffic(modal, max_tokens=LONG) as traffic:
         for number in range(1, 4 * ROUNDS):
             policies[await modal.push(number % 2)] = number % 2
             if number >= 3 and traffic.most_spans() >= 3:
                 break
     assert traffic.most_spans() >= 3
     for prompt, completion in traffic.finished:
-        assert_covered(completion, 900)
+        assert_covered(completion, LONG)
         assert span_error(modal, policies, prompt, completion) <= TOLERANCE
         first, *later = completion.version_spans
         oldest = first.kv_version if first.kv_version is not None else first.version
