@@ -46,7 +46,6 @@ PLAIN = (
     "evaluation.tasks=0",
     "evaluation.every=0",
     "evaluation.suites={}",
-    "evaluation.keep_best=''",
     "run.trackers=[]",
 )
 """Of every run: nothing but training."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import uvloop
 
 from ..buffer.client import BufferClient
 from ..buffer.messages import Lease
+from ..buffer.schema import process_names
 from ..buffer.service import BufferService
 from ..buffer.trajectory import FINISHED
 from ..launch.launchers.local import free_ports
@@ -37,19 +38,20 @@ TRAFFIC_S, REPORTS_S = 6.0, 4.0
 REPORTS_PER_S = 500.0
 
 
-def serve_buffer(path: Path, keys: dict[str, KeyPair], fleet: str, ready: Connection) -> None:
-    """The buffer, until the process is killed."""
-    uvloop.run(_serve(path, keys, fleet, ready))
+def serve_buffer(path: Path, keys: dict[str, KeyPair], fleet: str, shard: int, shards: int, ready: Connection) -> None:
+    """Process `shard` of the buffer, until it is killed. Each shard has a part of `GROUPS` of a batch."""
+    uvloop.run(_serve(path, keys, fleet, shard, shards, ready))
 
 
-async def _serve(path: Path, keys: dict[str, KeyPair], fleet: str, ready: Connection) -> None:
-    config = msgspec.structs.replace(BUFFER, groups_per_batch=GROUPS)
+async def _serve(path: Path, keys: dict[str, KeyPair], fleet: str, shard: int, shards: int, ready: Connection) -> None:
+    config = msgspec.structs.replace(BUFFER, groups_per_batch=GROUPS * shards, shards=shards)
+    name = process_names(shards)[shard]
     peers = PeerTable({role: pair.public for role, pair in keys.items()})
     (port,) = free_ports(1)
     address = f"tcp://127.0.0.1:{port}"
-    service = BufferService(config, path, address, peers=peers, pair=keys["buffer"])
+    service = BufferService(config, path, address, peers=peers, pair=keys[name], shard=shard)
     async with following_fleet(fleet, lambda fleet: service.mark_served(fleet.version)):
-        await service.serve(lambda: ready.send((f"{address}#{keys['buffer'].public}",)))
+        await service.serve(lambda: ready.send((f"{address}#{keys[name].public}",)))
 
 
 async def buffer(folder: Path, sizes: Sequence[int] = SIZES) -> Result:
@@ -61,7 +63,7 @@ async def buffer(folder: Path, sizes: Sequence[int] = SIZES) -> Result:
         (port,) = free_ports(1)
         fleet = f"tcp://127.0.0.1:{port}"
         async with (
-            measured(serve_buffer, folder / f"{size}.sqlite", keys, fleet) as process,
+            measured(serve_buffer, folder / f"{size}.sqlite", keys, fleet, 0, 1) as process,
             contextlib.AsyncExitStack() as stack,
         ):
             context = shared_context()
@@ -85,13 +87,29 @@ async def _trajectory_s(
     process: MeasuredProcess, fleet: str, learner: BufferClient, workers: Sequence[BufferClient]
 ) -> float:
     """Seconds of CPU for one trajectory."""
-    delivered = 0
+    async with traffic(fleet, learner, workers) as done:
+        await asyncio.sleep(TRAFFIC_S / 3)  # every worker waits for its lease
+        before, first = process.cpu_s(), done.trajectories
+        await asyncio.sleep(TRAFFIC_S)
+        return (process.cpu_s() - before) / max(1, done.trajectories - first)
+
+
+class Traffic(msgspec.Struct):
+    """What the buffer has done so far."""
+
+    trajectories: int = 0
+    steps: int = 0
+
+
+@contextlib.asynccontextmanager
+async def traffic(fleet: str, learner: BufferClient, workers: Sequence[BufferClient]) -> AsyncIterator[Traffic]:
+    """Workers that deliver as fast as they get leases, and a learner that takes and commits."""
+    done = Traffic()
 
     async def episode(client: BufferClient, lease: Lease, member: int) -> None:
-        nonlocal delivered
         one = stamped(TOKENS, lease, member)
         await client.deliver(lease.episode(member), {lease.version: sampled(TOKENS)}, FINISHED, (one,))
-        delivered += 1
+        done.trajectories += 1
 
     async def play(client: BufferClient) -> None:
         while True:
@@ -107,20 +125,19 @@ async def _trajectory_s(
                 await learner.take(version, 60.0)
                 await learner.commit(version)
                 served(version + 1)
+                done.steps += 1
 
         tasks = [asyncio.create_task(learn()), *(asyncio.create_task(play(client)) for client in workers)]
-        await asyncio.sleep(TRAFFIC_S / 3)  # every worker waits for its lease
-        before, first = process.cpu_s(), delivered
-        await asyncio.sleep(TRAFFIC_S)
-        cost = (process.cpu_s() - before) / max(1, delivered - first)
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            yield done
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
     for error in ended:
         if not isinstance(error, asyncio.CancelledError):
             assert isinstance(error, BaseException)
             raise error
-    return cost
 
 
 async def _report_s(process: MeasuredProcess, workers: Sequence[BufferClient]) -> float:

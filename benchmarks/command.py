@@ -222,6 +222,7 @@ def _cluster() -> list[tuple[str, Measure]]:
     from .cluster_buffer import buffer
     from .cluster_publisher import publisher
     from .cluster_router import router
+    from .cluster_shards import shards
     from .cluster_supervisor import supervisor
 
     return [
@@ -229,6 +230,7 @@ def _cluster() -> list[tuple[str, Measure]]:
         ("the supervisor, up to 1,000 workers and as many replicas", supervisor),
         ("the publisher, up to 1,000 replicas", publisher),
         ("the buffer, up to 1,000 workers", buffer),
+        ("the buffer with 1, 2 and 4 shards", shards),
     ]
 
 

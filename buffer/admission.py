@@ -9,6 +9,8 @@ Invariants:
 - The bound may change while a run goes on (`LiveRules`). A batch keeps the bound that it was taken under.
 - Every environment has its share of every batch, and of the outstanding groups: fast environments do not crowd out a slow one, and
   versions do not advance without it.
+- Each shard of a buffer has a fixed part of every batch, and of the outstanding groups. The parts of all shards are a whole batch,
+  so that what holds of each holds of their sum. The clock of several shards has no part.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from ..configs.schema import Buffer
 
@@ -27,20 +29,42 @@ Filter = Literal["none", "untruncated", "best", "best_random", "best_worst"]
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """The bound of one run. `max_staleness` in policy versions, `groups_per_batch` in task groups; `shares` of the environments, in
-    any unit."""
+    """The bound of one run. `max_staleness` in policy versions, `groups_per_batch` in task groups of all shards; `shares` of the
+    environments, in any unit. It is applied by process `shard` of the buffer, which has `shards`: the only one is number 0; of
+    several, 0 is their clock and the shards count from 1."""
 
     max_staleness: int
     groups_per_batch: int
     shares: tuple[float, ...] = (1.0,)
+    shard: int = 0
+    shards: int = 1
+
+    @property
+    def first_group(self) -> int:
+        """The number of this shard's first group; those that follow are `shards` apart."""
+        return max(0, self.shard - 1)
+
+    @property
+    def part(self) -> int:
+        """Groups of a batch that come from this process."""
+        if self.shards == 1:
+            return self.groups_per_batch
+        return (self.groups_per_batch + self.shards - self.shard) // self.shards if self.shard else 0
 
     def budgets(self, settled: Sequence[int]) -> tuple[int, ...]:
-        """Groups of each environment that may be outstanding, after `settled` groups of each were trained and served."""
-        return _apportion(self.shares, tuple(settled), (self.max_staleness + 1) * self.groups_per_batch)
+        """Groups of each environment that may be outstanding here, after `settled` groups of each were trained and served."""
+        return self._next(settled, (self.max_staleness + 1) * self.part)
 
     def quotas(self, trained: Sequence[int]) -> tuple[int, ...]:
-        """Groups of each environment in the next batch, after `trained` groups of each were trained on."""
-        return _apportion(self.shares, tuple(trained), self.groups_per_batch)
+        """Groups of each environment here in the next batch, after `trained` groups of each were trained on."""
+        return self._next(trained, self.part)
+
+    def _next(self, given: Sequence[int], groups: int) -> tuple[int, ...]:
+        """Of `groups` more. Each shard begins where the one before ends its part of the first batch, so that all together take the
+        environments in turn; otherwise each would begin with the same one."""
+        before = sum(structs.replace(self, shard=other).part for other in range(1, self.shard))
+        ahead = _apportion(self.shares, (0,) * len(self.shares), before)
+        return _apportion(self.shares, tuple(n + more for n, more in zip(given, ahead, strict=True)), groups)
 
     def oldest_trainable(self, version: int) -> int:
         """The oldest policy version whose tokens may carry loss in the batch taken at `version`."""
@@ -111,6 +135,8 @@ class ReplayCounters(msgspec.Struct):
     suspects: dict[int, int] = {}
     unusable: int = 0  # batches of which groups were set aside, because they cannot be trained on
     taken: Admission | None = None  # what the batch that is taken was taken under; None without a batch
+    shard: int = 0  # which process of the buffer they are of, as in `Admission`
+    shards: int = 1
 
     @property
     def settled(self) -> int:

@@ -1,9 +1,19 @@
-"""How workers and learner ranks call the buffer.
+"""How workers and learner ranks call the buffer, which is one process, or a clock and its shards.
+
+    worker ──leases, progress, deliver──> shards                      a group, and all that is said of it, has one shard
+    rank ──take_plan, fetch_rows──> shards: parts of one batch        learner ──recover, commit, discard──> clock, then shards
 
 Invariants:
 - Every request has a deadline, except for a lease, which waits until its caller cancels it. A request is sent again after
   `RESEND_S` without a reply: all of them may be repeated. A restart of the buffer goes unnoticed.
 - Any number of requests may be under way at once.
+- Shards know nothing of each other. What concerns all of them the caller tells all, and goes on when the last has answered: what
+  it does next, each of them has heard of. A version is committed by the clock first, so that no shard is ever ahead of it.
+- A caller that dies halfway leaves shards behind the clock. Its successor begins with `recover`, which brings all to the clock's
+  version: a checkpoint is written after the commits that it contains, so each shard knows those, and rolls the others back.
+- A shard is a buffer with a part of every batch and of the groups that may be outstanding. The parts add up to the whole, and so do
+  the ledgers: the bound, the accounts and what survives a kill are those of each process by itself.
+- A worker's requests for leases never add up to more groups than it has room for.
 """
 
 from __future__ import annotations
@@ -12,7 +22,9 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Sequence
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -23,25 +35,37 @@ from ..rpc.security import KeyPair
 from . import messages as m
 from .admission import LiveRules
 from .client_registry import connection_name
-from .ledger import Counts, Unstepped
+from .group_table import group_number
+from .ledger import Counts, Unstepped, Withheld, total_of
 from .messages import BatchPlan, Lease, Stats
+from .schema import BUFFER, process_names
 from .trajectory import DETAIL_LIMIT, BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
 
 # Time without a reply after which a request is sent again. A lease or a batch may take longer; repeating one is cheap.
 RESEND_S = 5.0
+# How long one of several shards may think about a lease, after which another is asked: a worker with room for one group finds the
+# shard that has one within this time for each.
+LEASE_S = 1.0
 R = TypeVar("R")
+Q = TypeVar("Q")
 
 
 class BufferClient:
-    """A connection to the buffer at `address`, used as an async context manager. `name` is unique per role, not per process; `pair`
-    are the caller's keys, where they are not those of this process; `context` is as in `RpcClient`. `rpc` is the connection."""
+    """Connections to the buffer at `address` and to its `shards`, where it has several, used as an async context manager. `name` is
+    unique per role, not per process; `pair` are the caller's keys, where they are not those of this process; `context` is as in
+    `RpcClient`.
 
-    rpc: RpcClient
+    Attributes:
+        connections: by the names of the buffer's processes as roles.
+    """
+
+    connections: dict[str, RpcClient]
 
     def __init__(
         self,
         address: str,
         name: str,
+        shards: Sequence[str] = (),
         *,
         deadline_s: float = 60.0,
         pair: KeyPair | None = None,
@@ -49,32 +73,53 @@ class BufferClient:
     ) -> None:
         self.name = name
         self.incarnation = uuid.uuid4().hex
-        self._address = address
+        self._addresses = dict(zip(process_names(max(1, len(shards))), (address, *shards), strict=True))
         self._deadline_s = deadline_s
         self._pair, self._context = pair, context
         self._leasing = asyncio.Lock()
+        self._clock, *own = self._addresses
+        self._shards: list[str] = own or [self._clock]  # by the numbers of their groups
+        first = zlib.crc32(name.encode()) % len(self._shards)  # clients spread over the shards
+        self._turns = deque([*self._shards[first:], *self._shards[:first]])  # shards that are asked for no lease now
+        self._nearest = self._shards[first]
+        self._asked: dict[asyncio.Task[tuple[Lease, ...]], tuple[str, int]] = {}  # shard, groups
+        self._oldest = 0, 0  # of the plan that was taken last: its version, and the oldest with loss
 
     async def __aenter__(self) -> BufferClient:
         identity = connection_name(self.name, self.incarnation)
-        self.rpc = RpcClient(
-            self._address,
-            self.name,
-            "the buffer",
-            m.Reply,
-            identity=identity,
-            resend_s=RESEND_S,
-            pair=self._pair,
-            context=self._context,
-        )
+        self.connections = {
+            role: RpcClient(
+                address,
+                self.name,
+                "the buffer" if role == BUFFER else f"the shard {role}",
+                m.Reply,
+                identity=identity,
+                resend_s=RESEND_S,
+                pair=self._pair,
+                context=self._context,
+            )
+            for role, address in self._addresses.items()
+        }
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self.rpc.close()
+        await self._ask_no_more()
+        for connection in self.connections.values():
+            connection.close()
+
+    @property
+    def shards(self) -> int:
+        """How many processes hold groups."""
+        return len(self._shards)
+
+    def shard_of(self, id: str) -> int:
+        """Which of them, from 0, holds the group of an episode or a trajectory."""
+        return max(0, group_number(id)) % len(self._shards)
 
     # --- workers --------------------------------------------------------------------------------------------------
 
     async def register(self) -> None:
-        await self._request(m.Register(self.name, self.incarnation), m.Ack)
+        await self._request_shards(m.Register(self.name, self.incarnation), m.Ack)
 
     async def lease(self) -> Lease:
         """The next group to run, see `leases`."""
@@ -82,16 +127,47 @@ class BufferClient:
 
     async def leases(self, groups: int) -> tuple[Lease, ...]:
         """The next groups to run: at least one, at most `groups`. Admission depends on the learner's progress, so only the caller's
-        cancellation ends the wait. The buffer remembers one lease request per client: calls wait for each other, and a new request
+        cancellation ends the wait. A shard remembers one lease request per client: calls wait for each other, and a new request
         replaces a cancelled one."""
         async with self._leasing:
-            request = m.RequestLease(self.name, min(groups, m.GROUPS_AT_ONCE))
-            return (await self._request(request, m.LeaseReply, float("inf"), "a lease from the buffer")).leases
+            if len(self._shards) == 1:
+                return await self._ask(self._clock, groups, None)
+            while True:
+                self._ask_shards(groups)
+                done, _ = await asyncio.wait(self._asked, return_when=asyncio.FIRST_COMPLETED)
+                for asked in done:
+                    self._turns.append(self._asked.pop(asked)[0])
+                if leases := tuple(itertools.chain.from_iterable(asked.result() for asked in done)):
+                    return leases
 
-    async def progress(self, generated: dict[str, Counts], slot_s: float, idle_slot_s: float) -> tuple[str, ...]:
-        """Report running totals; returns the episodes among them to cancel."""
+    def _ask_shards(self, groups: int) -> None:
+        """Ask those shards that are not asked, for as many of `groups` as the others are not asked for already."""
+        left = groups - sum(count for _, count in self._asked.values())
+        while left > 0 and self._turns:
+            count = -(-left // len(self._turns))
+            shard, left = self._turns.popleft(), left - count
+            asked = asyncio.create_task(self._ask(shard, count, LEASE_S), name=f"lease of {shard}")
+            self._asked[asked] = shard, count
+
+    async def _ask(self, shard: str, groups: int, wait_s: float | None) -> tuple[Lease, ...]:
+        request = m.RequestLease(self.name, min(groups, m.GROUPS_AT_ONCE), wait_s)
+        waits_for = "a lease from the buffer"
+        return (await self._request(request, m.LeaseReply, float("inf"), waits_for, to=shard)).leases
+
+    async def _ask_no_more(self) -> None:
+        asked, self._asked = self._asked, {}
+        for one, (shard, _) in asked.items():
+            one.cancel()
+            self._turns.append(shard)
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    async def progress(
+        self, generated: dict[str, Counts], slot_s: float, idle_slot_s: float, shard: int = 0
+    ) -> tuple[str, ...]:
+        """Report running totals, of episodes of one shard; returns the episodes among them to cancel. The slots are reported to one
+        shard only: all are added up."""
         report = m.ReportProgress(self.name, generated, slot_s, idle_slot_s)
-        return (await self._request(report, m.CancelledEpisodes)).episodes
+        return (await self._request(report, m.CancelledEpisodes, to=self._shards[shard])).episodes
 
     async def deliver(
         self,
@@ -108,16 +184,20 @@ class BufferClient:
         """
         outcome = msgspec.structs.replace(outcome, detail=outcome.detail[:DETAIL_LIMIT])
         branches, failed = (tuple(map(EncodedTrajectory.of, some)) for some in (trajectories, failed_branches))
-        await self._request(m.DeliverEpisode(self.name, episode_id, generated, outcome, branches, failed), m.Ack)
+        delivery = m.DeliverEpisode(self.name, episode_id, generated, outcome, branches, failed)
+        await self._request(delivery, m.Ack, to=self._shards[self.shard_of(episode_id)])
 
     async def deregister(self) -> None:
-        await self._request(m.Deregister(self.name), m.Ack)
+        await self._ask_no_more()
+        await self._request_shards(m.Deregister(self.name), m.Ack)
 
     # --- learner --------------------------------------------------------------------------------------------------
 
     async def recover(self, version: int) -> int:
         """Start from weights that contain the commits up to `version`; returns the version to publish them under."""
-        return (await self._request(m.Recover(version), m.RecoverReply)).version
+        recovered = (await self._request(m.Recover(version), m.RecoverReply)).version
+        await self._request_others(m.Recover(version, recovered), m.RecoverReply)
+        return recovered
 
     async def take_plan(self, version: int, deadline_s: float) -> BatchPlan[BatchRow]:
         """The batch for `version`, without its arrays; the same for every rank until it is committed.
@@ -125,9 +205,24 @@ class BufferClient:
         Raises:
             DeadlineExceeded: it was not complete within `deadline_s`.
         """
-        reply: BatchPlan[EncodedRow] = await self._request(m.TakeBatch(version), BatchPlan, deadline_s)
-        groups = tuple(tuple(row.decode() for row in group) for group in reply.groups)
-        return BatchPlan(reply.version, reply.oldest_version, groups, reply.withheld, reply.stats)
+        start = time.monotonic()
+        parts: list[BatchPlan[EncodedRow]] = await self._request_shards(m.TakeBatch(version), BatchPlan, deadline_s)
+        stats = parts[0].stats
+        if (
+            len(parts) > 1
+        ):  # the clock follows: its rules, as the last shard has taken its part, are those of the commit
+            left = max(0.0, deadline_s - (time.monotonic() - start))
+            clock: BatchPlan[EncodedRow] = await self._request(m.TakeBatch(version), BatchPlan, left)
+            stats = sum_of(clock.stats, [part.stats for part in parts])
+            parts.append(clock)
+        oldest = max(part.oldest_version for part in parts)
+        self._oldest = version, oldest
+        encoded = itertools.chain.from_iterable(part.groups for part in parts)
+        groups = sorted((tuple(row.decode() for row in group) for group in encoded), key=lambda g: g[0].group_id)
+        withheld: dict[str, Withheld] = {}
+        for part in parts:
+            withheld |= part.withheld
+        return BatchPlan(version, oldest, tuple(groups), withheld, stats)
 
     async def fetch_rows(
         self, version: int, rows: Sequence[BatchRow], deadline_s: float | None = None
@@ -137,8 +232,11 @@ class BufferClient:
         Raises:
             StateError: there is no such batch, or a trajectory is not in it.
         """
-        reply = await self._request(m.FetchRows(version, tuple(row.id for row in rows)), m.RowsReply, deadline_s)
-        return tuple(row.with_arrays(arrays) for row, arrays in zip(rows, reply.arrays, strict=True))
+        wanted = self._by_shard([row.id for row in rows], self.shard_of)
+        requests = {shard: m.FetchRows(version, tuple(ids)) for shard, ids in wanted.items()}
+        replies = await self._request_each(requests, m.RowsReply, deadline_s)
+        arrays = {id: one for shard, ids in wanted.items() for id, one in zip(ids, replies[shard].arrays, strict=True)}
+        return tuple(row.with_arrays(arrays[row.id]) for row in rows)
 
     async def take(self, version: int, deadline_s: float) -> BatchPlan[Trajectory]:
         """The whole batch for `version`. Raises as `take_plan` and `fetch_rows`."""
@@ -151,46 +249,126 @@ class BufferClient:
 
     async def fresh(self, version: int, limit: int) -> tuple[Trajectory, ...]:
         """At most `limit` delivered trajectories, outside of batches, that hold tokens of `version`."""
-        reply = await self._request(m.RequestFresh(version, limit), m.TrajectoriesReply)
-        return tuple(one.decode() for one in reply.trajectories)
+        replies = await self._request_shards(m.RequestFresh(version, limit), m.TrajectoriesReply)
+        found = [one.decode() for reply in replies for one in reply.trajectories]
+        if len(replies) > 1:
+            found.sort(key=lambda one: -one.group_id)
+        return tuple(found[:limit])
 
     async def commit(self, version: int) -> None:
-        await self._request(m.CommitBatch(version), m.Ack)
+        taken, oldest = self._oldest
+        request = m.CommitBatch(version, oldest if taken == version else 0)
+        await self._request(request, m.Ack)
+        await self._request_others(request, m.Ack)
 
     async def discard_batch(self, version: int, groups: Sequence[int], reason: Unstepped) -> None:
         """The batch of `version`, which is `groups`, made no version. Raises StateError where there is no such batch."""
-        await self._request(m.DiscardBatch(version, tuple(groups), reason), m.Ack)
+        if len(self._shards) > 1:
+            await self._request(m.DiscardBatch(version, (), reason), m.Ack)
+        parts = self._by_shard(groups, lambda group: group % len(self._shards))
+        await self._request_each(
+            {shard: m.DiscardBatch(version, tuple(own), reason) for shard, own in parts.items()}, m.Ack
+        )
 
     async def set_aside(self, version: int, groups: Sequence[int], reason: str) -> tuple[int, ...]:
         """Groups of the batch of `version` are proven to be unusable; those of them that this sets aside. Raises StateError: too
         many batches of the run were."""
-        request = m.SetAside(version, tuple(groups), reason[: m.REASON_LIMIT])
-        return (await self._request(request, m.GroupsSetAside)).groups
+        parts = self._by_shard(groups, lambda group: group % len(self._shards))
+        requests = {shard: m.SetAside(version, tuple(own), reason[: m.REASON_LIMIT]) for shard, own in parts.items()}
+        replies = await self._request_each(requests, m.GroupsSetAside)
+        return tuple(itertools.chain.from_iterable(reply.groups for reply in replies.values()))
 
     async def step_failed(self, version: int, reason: str) -> tuple[int, ...]:
         """The step on the batch of `version` failed; the groups that are set aside for it, none at the first time. Raises as
         `set_aside`."""
-        return (await self._request(m.StepFailed(version, reason[: m.REASON_LIMIT]), m.GroupsSetAside)).groups
+        replies = await self._request_shards(m.StepFailed(version, reason[: m.REASON_LIMIT]), m.GroupsSetAside)
+        return tuple(itertools.chain.from_iterable(reply.groups for reply in replies))
 
     async def checkpointed(self, version: int) -> None:
         await self._request(m.MarkCheckpointed(version), m.Ack)
+        await self._request_others(m.MarkCheckpointed(version), m.Ack)
 
     async def stats(self) -> Stats:
-        return await self._request(m.RequestStats(), Stats)
+        own = await self._request(m.RequestStats(), Stats)
+        if len(self._shards) == 1:
+            return own
+        return sum_of(own, await self._request_shards(m.RequestStats(), Stats))
 
     async def newest_version(self) -> int:
-        """The newest policy version that exists: of the learner's weights."""
-        return (await self.stats()).version
+        """The newest policy version that exists: of the learner's weights. A shard knows it before it is pushed; that spares the
+        clock the workers' questions."""
+        return (await self._request(m.RequestStats(), Stats, to=self._nearest)).version
 
     # --- supervisor -----------------------------------------------------------------------------------------------
 
     async def configure(self, revision: int, rules: LiveRules) -> int:
         """Put rules in force; returns the version at which the first batch under them is taken. See `messages.Configure`."""
+        await self._request_others(m.Configure(revision, rules), m.Configured)
         return (await self._request(m.Configure(revision, rules), m.Configured)).version
 
+    # --- requests -------------------------------------------------------------------------------------------------
+
     async def _request(
-        self, request: m.Request, reply_type: type[R], deadline_s: float | None = None, waits_for: str = ""
+        self,
+        request: m.Request,
+        reply_type: type[R],
+        deadline_s: float | None = None,
+        waits_for: str = "",
+        to: str = "",
     ) -> R:
-        hint = f"is the buffer at {self._address} alive, and are workers delivering?"
+        """Of the process `to`, by default the clock, which may be all there is."""
+        to = to or self._clock
+        hint = f"is the {to} at {self._addresses[to]} alive, and are workers delivering?"
         seconds = self._deadline_s if deadline_s is None else deadline_s
-        return await self.rpc.request(request, reply_type, seconds, waits_for=waits_for, hint=hint)
+        return await self.connections[to].request(request, reply_type, seconds, waits_for=waits_for, hint=hint)
+
+    async def _request_each(
+        self, requests: Mapping[str, m.Request], reply_type: type[R], deadline_s: float | None = None
+    ) -> dict[str, R]:
+        """One request of each of these processes, all at once; by their names. Raises what the first raises, when all ended."""
+        sent = [self._request(request, reply_type, deadline_s, to=to) for to, request in requests.items()]
+        if len(sent) == 1:
+            return {to: await one for to, one in zip(requests, sent, strict=True)}
+        replies = await asyncio.gather(*sent, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return dict(zip(requests, replies, strict=True))  # type: ignore[arg-type]
+
+    async def _request_shards(
+        self, request: m.Request, reply_type: type[R], deadline_s: float | None = None
+    ) -> list[R]:
+        """The same of all shards."""
+        return list((await self._request_each(dict.fromkeys(self._shards, request), reply_type, deadline_s)).values())
+
+    async def _request_others(self, request: m.Request, reply_type: type[R]) -> None:
+        """The same of all shards, where the clock is none of them."""
+        if len(self._shards) > 1:
+            await self._request_shards(request, reply_type)
+
+    def _by_shard(self, of: Iterable[Q], number: Callable[[Q], int]) -> dict[str, list[Q]]:
+        """What concerns each shard; none that nothing concerns."""
+        parts: dict[str, list[Q]] = {}
+        for one in of:
+            parts.setdefault(self._shards[number(one)], []).append(one)
+        return parts
+
+
+def sum_of(clock: Stats, shards: Sequence[Stats]) -> Stats:
+    """The statistics of a whole buffer."""
+    every = (clock, *shards)
+    outcomes = Counter[str]()
+    for one in every:
+        outcomes.update(one.outcomes)
+    numbers = (
+        "leased_groups",
+        "ready_groups",
+        "slot_s",
+        "idle_slot_s",
+        "refilled_groups",
+        "dropped",
+        "unusable_batches",
+    )
+    sums = {name: sum(getattr(one, name) for one in every) for name in (*numbers, "refused")}
+    ledger = total_of(one.ledger for one in every)
+    return msgspec.structs.replace(clock, ledger=ledger, outcomes=dict(outcomes), **sums)

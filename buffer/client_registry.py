@@ -9,7 +9,7 @@ Invariants:
 - Commits and checkpoints count only from the learner process that recovered last; batches go only to its ranks,
   whose names differ in a number.
 - A lease request has one reply, however often it is sent, even where its leases were lost since. A worker has one request, the
-  newest.
+  newest. One that waits for so long only is then answered with no lease.
 - Memory is bounded, however many names there are: the client that was silent longest is forgotten first, and is known again when
   it next sends.
 """
@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -51,6 +52,7 @@ class LeaseRequest(msgspec.Struct, frozen=True):
     number: int
     groups: int
     client: WorkerClient
+    until: float = math.inf  # when it has waited long enough, in the caller's clock
 
     def name(self, group: int) -> str:
         """Names the request for one of the groups."""
@@ -152,10 +154,17 @@ class LeaseQueue:
     def __init__(self, leases: LeaseManager) -> None:
         self._leases = leases
         self._waiting: dict[str, LeaseRequest] = {}
+        self._until: dict[str, float] = {}  # of those that do not wait for ever, the first to end first
+
+    @property
+    def due(self) -> float:
+        """When the next request has waited long enough."""
+        return next(iter(self._until.values()), math.inf)
 
     def remove(self, worker: str) -> None:
         """The worker is gone, or another process now."""
         self._waiting.pop(worker, None)
+        self._until.pop(worker, None)
 
     def add(self, worker: str, request: LeaseRequest) -> LeaseReply | None:
         """The earlier reply to this request; None where the request now waits."""
@@ -167,6 +176,9 @@ class LeaseQueue:
         if leases:  # the buffer answered before it restarted
             return LeaseReply(tuple(leases))
         enqueue(self._waiting, worker, request)
+        self._until.pop(worker, None)
+        if request.until < math.inf:
+            enqueue(self._until, worker, request.until)
         return None
 
     def grant(self, now: float) -> list[tuple[bytes, int, LeaseReply]]:
@@ -178,9 +190,14 @@ class LeaseQueue:
             if lease is None:
                 break
             granted.setdefault(worker, []).append(lease)
+        for worker, until in self._until.items():
+            if until > now:
+                break
+            granted.setdefault(worker, [])
         replies = list[tuple[bytes, int, LeaseReply]]()
         for worker, leases in granted.items():
             request, reply = self._waiting.pop(worker), LeaseReply(tuple(leases))
+            self._until.pop(worker, None)
             request.client.answered, request.client.reply = request.number, reply
             replies.append((request.identity, request.number, reply))
         return replies

@@ -123,9 +123,15 @@ class GroupTable:
         ledgers: hold the tokens of these groups and of those that are no longer in memory.
         newly_ready: ids of the groups that became ready since the owner emptied it.
         time: when the next changes happen, in seconds since the epoch; set by the owner. It is recorded and decides nothing.
+
+    Args:
+        first, step: the numbers of its groups; others are of other shards.
     """
 
-    def __init__(self, groups: Iterable[Group] = (), ledgers: VersionLedgers | None = None) -> None:
+    def __init__(
+        self, groups: Iterable[Group] = (), ledgers: VersionLedgers | None = None, first: int = 0, step: int = 1
+    ) -> None:
+        self._first, self._step = first, step
         self.groups: dict[int, Group] = {}
         self.ledgers = ledgers or VersionLedgers()
         self.newly_ready: set[int] = set()
@@ -163,15 +169,17 @@ class GroupTable:
 
     def group_of(self, episode_id: str) -> Group | None:
         """The group that an episode id names; None when it is not in memory."""
-        return self.groups.get(_group_id(episode_id))
+        return self.groups.get(group_number(episode_id))
 
     def find(self, episode_id: str, next_group: int) -> tuple[Group, Episode] | None:
         """The group and episode of an id; None when the group is settled and no longer in memory.
 
         Raises:
-            StateError: it was never leased; groups from `next_group` on were not.
+            StateError: it was never leased; groups from `next_group` on were not. Or it is of another shard.
         """
-        group_id = _group_id(episode_id)
+        group_id = group_number(episode_id)
+        if group_id >= 0 and group_id % self._step != self._first:
+            raise StateError(f"episode {episode_id!r} is of another shard of the buffer")
         group = self.groups.get(group_id)
         if group is not None and episode_id in group.episodes:
             return group, group.episodes[episode_id]
@@ -267,7 +275,7 @@ class GroupTable:
             self._by_request.pop(group.request, None)
 
 
-def _group_id(episode_id: str) -> int:
-    """-1 for text that is no episode id."""
+def group_number(episode_id: str) -> int:
+    """The group of an episode or a trajectory by its id; -1 for text that is no id."""
     number = episode_id.partition(".")[0]
     return int(number) if number.isdecimal() and len(number) < 20 else -1

@@ -1,4 +1,4 @@
-"""What a run's episodes were, read from its buffer file while the run goes on or after it: rows without their arrays, and when the
+"""What a run's episodes were, read from its buffer while the run goes on or after it: rows without their arrays, and when the
 buffer did what with them."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import StoreError, WireError
-from .schema import connect, require_schema
+from .run_stores import connect_run
 from .trajectory import BatchRow, EncodedRow
 
 # Groups that have ended, from the first that was trained on after a version.
@@ -65,15 +65,12 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     """All queries see one state. Raises StoreError."""
     if not path.exists():
         raise StoreError(f"there is no buffer at {path}")
-    db = connect(path, "ro")
     try:
-        require_schema(db, path)
-        db.execute("BEGIN")
-        yield db
+        with contextlib.closing(connect_run(path, "ro")) as db:
+            db.execute("BEGIN")
+            yield db
     except sqlite3.Error as error:
         raise StoreError(f"cannot read the buffer {path}: {error}") from None
-    finally:
-        db.close()
 
 
 def _episodes(db: sqlite3.Connection, path: Path, group: int) -> list[list[BatchRow]]:

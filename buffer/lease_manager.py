@@ -50,9 +50,17 @@ class LeaseManager:
         counters: ReplayCounters,
         tasks: TaskTable | None = None,
     ) -> None:
-        envs = len(admission.shares)
-        for name in ("cursors", "trained"):
-            numbers = getattr(counters, name) or [0] * envs
+        envs, first = len(admission.shares), admission.first_group
+        if not counters.cursors:
+            counters.shard, counters.shards = admission.shard, admission.shards
+            counters.next_group = max(first, counters.next_group)
+        elif (counters.shard, counters.shards) != (admission.shard, admission.shards):
+            raise StateError(
+                f"the file is that of process {counters.shard} of a buffer with buffer.shards={counters.shards}; this is process "
+                f"{admission.shard} of one with buffer.shards={admission.shards}, which a run cannot change"
+            )
+        for name, begin in (("cursors", first), ("trained", 0)):
+            numbers = getattr(counters, name) or [begin] * envs
             if len(numbers) != envs:
                 raise StateError(f"the buffer is of a run with {len(numbers)} environments, this one has {envs}")
             setattr(counters, name, numbers)
@@ -201,8 +209,8 @@ class LeaseManager:
         env = free.index(max(free))
         group = Group(counters.next_group, env, self.tasks.choose(env, counters.cursors[env]))
         self._table.add(group)
-        counters.next_group += 1
-        counters.cursors[env] += 1
+        counters.next_group += self._admission.shards
+        counters.cursors[env] += self._admission.shards
         return group
 
     def _unserved(self) -> list[int]:

@@ -1,20 +1,22 @@
-"""The token ledger of a buffer's file, by SQL over its rows: independent of the running sums of the state machine.
+"""The token ledger of a buffer's files, by SQL over their rows: independent of the running sums of the state machine.
 
 Invariants:
-- Only reads; the run may be active. Everything returned by one call is of one instant.
+- Only reads; the run may be active. What is read of one file is of one instant. Of a buffer with shards the ledgers of all are
+  added up, each of which balances by itself.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from ..errors import StoreError
 from .ledger import Ledger, total_of
+from .run_stores import shard_paths
 from .schema import connect, require_schema
 from .segments import read_arrays, segments_path, starts_of
 from .trajectory import LENGTH_LIMIT, TOKEN_BYTES
@@ -62,13 +64,32 @@ class LedgerReport(msgspec.Struct, frozen=True):
         return {**values.pop("total"), **values, "closes": self.balances}
 
 
+class _Report(NamedTuple):
+    """Of one file; `generated` and `trained` are (sum over tokens of the length of their episodes, tokens)."""
+
+    by_version: dict[int, Ledger]
+    by_length: dict[int, Ledger]
+    generated: tuple[float, int]
+    trained: tuple[float, int]
+    miscounted: int
+
+
 def ledger_report(path: Path) -> LedgerReport:
-    """The ledger of a buffer file.
+    """The ledger of the buffer whose file, or whose clock's file, is at `path`.
 
     Raises:
         StoreError: there is no such file, it is not a buffer of this version, or a row of it is damaged.
     """
-    return _read(path, _report)
+    found = [_read(one, _report) for one in shard_paths(path)]
+    by_version = _merged([one.by_version for one in found])
+    return LedgerReport(
+        total=total_of(by_version.values()),
+        by_version=by_version,
+        by_length=_merged([one.by_length for one in found]),
+        generated_length=_mean([one.generated for one in found]) or 0.0,
+        trained_length=_mean([one.trained for one in found]),
+        miscounted=sum(one.miscounted for one in found),
+    )
 
 
 def ledgers_by_version(path: Path) -> dict[int, Ledger]:
@@ -112,16 +133,25 @@ def _counter_of(folder: Path) -> Callable[[object, object], int | None]:
     return sampled_tokens
 
 
-def _report(db: sqlite3.Connection) -> LedgerReport:
-    by_version = _ledgers(db, "version")
-    return LedgerReport(
-        total=total_of(by_version.values()),
-        by_version=by_version,
+def _report(db: sqlite3.Connection) -> _Report:
+    return _Report(
+        by_version=_ledgers(db, "version"),
         by_length=_ledgers(db, "bucket(length)"),
-        generated_length=_length(db, "1") or 0.0,
-        trained_length=_length(db, "account = 'trained'"),
+        generated=_lengths(db, "1"),
+        trained=_lengths(db, "account = 'trained'"),
         miscounted=db.execute(MISCOUNTED).fetchone()[0],
     )
+
+
+def _merged(parts: Sequence[dict[int, Ledger]]) -> dict[int, Ledger]:
+    """The sums of the ledgers that have the same key."""
+    keys = sorted({key for part in parts for key in part})
+    return {key: total_of(part[key] for part in parts if key in part) for key in keys}
+
+
+def _mean(parts: Sequence[tuple[float, int]]) -> float | None:
+    tokens = sum(tokens for _, tokens in parts)
+    return sum(weight for weight, _ in parts) / tokens if tokens else None
 
 
 def _ledgers(db: sqlite3.Connection, key: str) -> dict[int, Ledger]:
@@ -134,5 +164,5 @@ def _ledgers(db: sqlite3.Connection, key: str) -> dict[int, Ledger]:
     return dict(sorted(ledgers.items()))
 
 
-def _length(db: sqlite3.Connection, where: str) -> float | None:
-    return db.execute(f"SELECT sum(weight) / sum(tokens) FROM ledger WHERE {where}").fetchone()[0]
+def _lengths(db: sqlite3.Connection, where: str) -> tuple[float, int]:
+    return db.execute(f"SELECT total(weight), coalesce(sum(tokens), 0) FROM ledger WHERE {where}").fetchone()

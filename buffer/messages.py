@@ -63,10 +63,12 @@ class Register(BufferMessage, frozen=True):
 
 
 class RequestLease(BufferMessage, frozen=True):
-    """A worker has room for `groups` groups. Answered with a LeaseReply when admission allows one, with as many as it allows."""
+    """A worker has room for `groups` groups. Answered with a LeaseReply when admission allows one, with as many as it allows; after
+    `wait_s` with none, so that the worker asks another shard."""
 
     worker: Name
     groups: Annotated[int, Meta(ge=1, le=GROUPS_AT_ONCE)] = 1
+    wait_s: Seconds | None = None  # None: as long as it takes
 
 
 class ReportProgress(BufferMessage, frozen=True):
@@ -110,9 +112,11 @@ class FetchRows(BufferMessage, frozen=True):
 
 
 class CommitBatch(BufferMessage, frozen=True):
-    """The batch of `version` is in the weights, which are now `version + 1`."""
+    """The batch of `version` is in the weights, which are now `version + 1`. No token of a version before `oldest` carried loss:
+    the strictest bound under which a shard has taken its part."""
 
     version: Version
+    oldest: Version = 0
 
 
 class DiscardBatch(BufferMessage, frozen=True):
@@ -146,9 +150,11 @@ class MarkCheckpointed(BufferMessage, frozen=True):
 
 
 class Recover(BufferMessage, frozen=True):
-    """A learner starts from weights that contain the commits up to `version`; later ones are rolled back."""
+    """A learner starts from weights that contain the commits up to `version`; later ones are rolled back. To a shard: `publish_as`
+    is what the clock has answered."""
 
     version: Version
+    publish_as: Version | None = None
 
 
 class RequestFresh(BufferMessage, frozen=True):
@@ -174,7 +180,7 @@ class Ack(BufferMessage, frozen=True):
 
 
 class LeaseReply(BufferMessage, frozen=True):
-    leases: Annotated[tuple[Lease, ...], Meta(min_length=1)]
+    leases: tuple[Lease, ...]  # none only where the request said how long it waits
 
 
 class CancelledEpisodes(BufferMessage, frozen=True):

@@ -16,7 +16,9 @@ Invariants:
 - A group is numbered when it is first leased; batches take the oldest ready groups of each environment.
 - `version` never decreases: after a rollback the recovered weights get a number above every one used before, so that a version
   names one set of weights for the whole run.
-- A batch is trained under the bound that it was taken under, also where the rules change or the buffer restarts meanwhile.
+- A batch is trained under the bound that it was taken under, also where the rules change or the buffer restarts meanwhile. Where
+  the shards of a buffer took their parts under different ones, the strictest holds for all.
+- The clock of several shards has no groups. It counts versions as a shard does, and a shard follows it where they differ.
 - Of one batch at most one failure counts between two starts of the learner, however many of its ranks report it.
 - No more than `UNUSABLE_BATCHES` batches of a run lose groups as unusable.
 - Every change keeps the ledger balanced, see `group_table`.
@@ -70,7 +72,7 @@ class Replay:
     ) -> None:
         self.admission = admission
         self.config = config
-        self.table = GroupTable(groups, ledgers)
+        self.table = GroupTable(groups, ledgers, admission.first_group, admission.shards)
         self._counters = counters.copy() if counters else ReplayCounters()
         self.leases = LeaseManager(admission, config, self.table, self._counters, tasks)
         self._staleness_checked_at = -1
@@ -92,7 +94,7 @@ class Replay:
     @property
     def next_batch(self) -> int:
         """The version that the next batch is taken at."""
-        return self.version + bool(self.table.in_state("batched"))
+        return self.version + self._has_batch
 
     @property
     def taken_under(self) -> Admission:
@@ -118,8 +120,8 @@ class Replay:
         """
         if version != self.version:
             raise StateError(f"a batch was asked for version {version}, the buffer is at version {self.version}")
-        if batch := self.table.in_state("batched"):
-            return batch
+        if self._has_batch:
+            return self.table.in_state("batched")
         self._discard_stale(version)
         quotas = list(self.admission.quotas(self._counters.trained))
         if any(self.table.count("ready", env) < quota for env, quota in enumerate(quotas)):
@@ -144,20 +146,23 @@ class Replay:
         episodes = [e for g in reversed(waiting) for e in g.in_account("ready")]
         return [e for e in episodes if e.kept.get(version) and e.withheld != "baseline"]
 
-    def commit(self, version: int) -> None:
-        """The batch of `version` is in the weights, which are now `version + 1`. Repeating it changes nothing.
+    def commit(self, version: int, oldest: int = 0) -> None:
+        """The batch of `version` is in the weights, which are now `version + 1`. Repeating it changes nothing. No token older than
+        `oldest` carried loss, where that is stricter than the bound here.
 
         Raises:
             StateError: there is no such batch, or the ledger does not balance; nothing has changed then.
         """
         if version < self.version and self.table.trained_in(above=version, up_to=version + 1):
             return
+        if version + 1 == self.version and self._counters.recovered_from is None:
+            return  # of a process without groups, or whose groups have left memory
         batch = self.table.in_state("batched")
-        if version != self.version or not batch:
+        if version != self.version or not self._has_batch:
             raise StateError(f"commit of version {version} without a batch; the buffer is at version {self.version}")
         if gap := self.table.ledgers.gap():
             raise StateError(f"the ledger does not balance: {gap}")
-        oldest = self.taken_under.oldest_trainable(version)
+        oldest = max(oldest, self.taken_under.oldest_trainable(version))
         for group in batch:
             self.table.set_state(group, "trained", version + 1)
             self._counters.trained[group.env] += 1
@@ -225,6 +230,11 @@ class Replay:
         suspects |= {group.id: now for group in batch if group.id not in suspects}
         return []
 
+    @property
+    def _has_batch(self) -> bool:
+        """Whether a batch is taken; that of a clock has no groups."""
+        return bool(self.table.in_state("batched")) or self._counters.taken is not None
+
     def _require_version(self, version: int) -> None:
         if version != self.version:
             raise StateError(f"a report about the batch of version {version}; the buffer is at version {self.version}")
@@ -243,9 +253,16 @@ class Replay:
             raise StateError(f"a checkpoint of version {version}; the buffer is at version {self.version}")
         self._counters.checkpointed = max(self._counters.checkpointed, version)
 
-    def recover(self, restored: int) -> int:
-        """Roll back to weights that contain the commits up to version `restored`; returns the version to publish them under."""
+    def recover(self, restored: int, version: int | None = None) -> int:
+        """Roll back to weights that contain the commits up to version `restored`; returns the version to publish them under. To a
+        shard the clock's is given as `version`.
+
+        Raises:
+            StateError: so many commits are not known here, or they are no longer rolled back; or the clock is behind this shard.
+        """
         counters = self._counters
+        if version is not None and version < counters.version:
+            raise StateError(f"the clock is at version {version}, this shard at {counters.version}: another run's?")
         if restored > counters.version:
             raise StateError(
                 f"the checkpoint is of version {restored}, the buffer is at version {counters.version}: another run's?"
@@ -265,9 +282,12 @@ class Replay:
             self.table.set_state(group, "ready")
         counters.taken = None
         counters.recoveries += 1
-        if restored not in (counters.version, counters.recovered_from):
-            counters.version, counters.recovered_from = counters.version + 1, restored
-        return counters.version
+        if version is None:
+            known = restored in (counters.version, counters.recovered_from)
+            version = counters.version + (not known)
+        if version != counters.version:
+            counters.version, counters.recovered_from = version, restored
+        return version
 
     def prune(self) -> None:
         """Drop from memory the settled groups that no recovery can need."""

@@ -2,7 +2,7 @@
 reads the store.
 
     request          waits for                                        until
-    RequestLease     admission, or a group that lost its worker       LeaseReply; the worker's end
+    RequestLease     admission, or a group that lost its worker       LeaseReply; the worker's end, or the time that it names
     TakeBatch        groups_per_batch complete groups                 BatchPlan; the client's deadline
 
 Invariants:
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -130,6 +131,11 @@ class RequestHandler:
             elif reply is not None:
                 self._replies.append((request.identity, request.number, reply))
 
+    @property
+    def due(self) -> float:
+        """When the next reply is to be given although nothing has changed, on the monotonic clock."""
+        return self._lease_queue.due
+
     def replies(self) -> list[PendingReply]:
         """The replies that can be given since the last call; they may be sent once what `drain` returns is stored."""
         replies, self._replies = self._replies, []
@@ -152,9 +158,10 @@ class RequestHandler:
         if received.sender is not None:
             clients.require_name(identity, received.sender)
         match request:
-            case m.RequestLease(worker, groups):
+            case m.RequestLease(worker, groups, wait_s):
                 client = clients.worker(identity, worker)
-                return self._lease_queue.add(worker, LeaseRequest(identity, received.number, groups, client))
+                until = math.inf if wait_s is None else time.monotonic() + wait_s
+                return self._lease_queue.add(worker, LeaseRequest(identity, received.number, groups, client, until))
             case m.TakeBatch(version):
                 clients.rank(identity)
                 enqueue(self._batch_requests, identity, (received.number, version))
@@ -181,9 +188,9 @@ class RequestHandler:
                 clients.worker(identity, worker)
                 self._lease_queue.remove(worker)
                 replay.leases.release(worker, "worker_stopped")
-            case m.CommitBatch(version):
+            case m.CommitBatch(version, oldest):
                 clients.learner(identity)
-                self._commit(version)
+                self._commit(version, oldest)
             case m.DiscardBatch(version, groups, reason):
                 clients.learner(identity)
                 replay.discard_batch(version, groups, reason)
@@ -198,10 +205,10 @@ class RequestHandler:
                 clients.learner(identity)
                 replay.mark_checkpointed(version)
                 self.checkpointed = True
-            case m.Recover(version):
+            case m.Recover(version, publish_as):
                 clients.learner_recovers(identity)
                 if self._recovered is None or self._recovered[:2] != (identity, version):
-                    self._recovered = identity, version, self._recover(version)
+                    self._recovered = identity, version, self._recover(version, publish_as)
                 return self._recovered[2]
             case m.RequestFresh(version, limit):
                 clients.rank(identity)
@@ -251,10 +258,10 @@ class RequestHandler:
             return []
         return [NewTrajectory(request.episode_id, t, one) for t, one in zip(branches, encoded, strict=True)]
 
-    def _commit(self, version: int) -> None:
+    def _commit(self, version: int, oldest: int) -> None:
         groups = len(self._replay.table.in_state("batched"))
         before, rule = self._replay.version, self._replay.taken_under
-        self._replay.commit(version)
+        self._replay.commit(version, oldest)
         self._batch = None
         if self._replay.version != before:
             row = CommitRow(self._replay.version, time.time(), groups, rule.max_staleness, rule.groups_per_batch)
@@ -267,8 +274,8 @@ class RequestHandler:
             self._batch = None
         return m.GroupsSetAside(tuple(group.id for group in groups))
 
-    def _recover(self, version: int) -> m.RecoverReply:
-        recovered = self._replay.recover(version)
+    def _recover(self, version: int, publish_as: int | None) -> m.RecoverReply:
+        recovered = self._replay.recover(version, publish_as)
         self._batch = None
         self._batch_requests.clear()
         self.pending.rolled_back_to = version

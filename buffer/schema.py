@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ..errors import StoreError
 
-DATABASE = "buffer.sqlite"  # in the folder of a run
+BUFFER = "buffer"  # the role that is the whole buffer, or the clock of its shards
+DATABASE = f"{BUFFER}.sqlite"  # in the folder of a run; its shards have `buffer-1.sqlite` and so on, see `run_stores`
 EVALUATION_DATABASE = "evaluation.sqlite"  # beside it, see `evaluation_episodes`
 SCHEMA_VERSION = 14  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
 BUSY_S = 10.0  # how long SQLite waits for another connection that holds the file
@@ -98,6 +99,11 @@ CREATE VIEW IF NOT EXISTS ledger AS
 """
 
 
+def process_names(shards: int) -> list[str]:
+    """The roles of a buffer with so many shards: one that is all of it, or the clock and its shards, by number."""
+    return [BUFFER, *(f"{BUFFER}-{number}" for number in range(1, shards + 1) if shards > 1)]
+
+
 def bucket(length: int) -> int:
     """The largest power of two that is at most `length`; 0 for 0."""
     return 1 << (length.bit_length() - 1) if length > 0 else 0
@@ -119,9 +125,10 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
         raise store_error(f"cannot open the buffer {path}", error) from None
 
 
-def require_schema(db: sqlite3.Connection, path: Path, *, new: bool = False) -> None:
-    """Raises StoreError when the file is not of this program; with `new` an empty one may become so."""
-    found = db.execute("PRAGMA user_version").fetchone()[0]
+def require_schema(db: sqlite3.Connection, path: Path, name: str = "main", *, new: bool = False) -> None:
+    """Raises StoreError when the file, which the connection knows as `name`, is not of this program; with `new` an empty one may
+    become so."""
+    found = db.execute(f"PRAGMA {name}.user_version").fetchone()[0]
     if found != SCHEMA_VERSION and not (new and found == 0):
         raise StoreError(
             f"{path} has schema {found}, this program knows {SCHEMA_VERSION}: only the release that wrote it reads it"

@@ -1,4 +1,5 @@
-"""The buffer process: an RPC server around the replay state machine and the durable store.
+"""A buffer process: an RPC server around the replay state machine and the durable store. It is the whole buffer, one of its shards,
+or their clock (`client` says how they act together).
 
     workers ──Register, RequestLease, ReportProgress, DeliverEpisode──> ┌─────────┐ <──────────TakeBatch, CommitBatch── learner
             <────────────────LeaseReply, CancelledEpisodes, Ack──────── │ service │ ──BatchPlan, Ack─────────────────────> ranks
@@ -63,10 +64,11 @@ class BufferService:
         peers: who may connect; None for a plain socket.
         pair: the buffer's keys, where they are not those of this process.
         lease_s: how long a worker may be silent until it loses its groups, seconds.
+        shard: which process of the buffer this is, of `config.shards`; see `Admission`.
 
     Raises:
         StoreError: the file cannot be opened, read or written.
-        StateError: it is of a run with other environments.
+        StateError: it is of a run with other environments, or of another process of the buffer.
         EnvError: a sampler raised.
     """
 
@@ -85,10 +87,11 @@ class BufferService:
         peers: PeerTable | None = None,
         pair: KeyPair | None = None,
         lease_s: float = LEASE_S,
+        shard: int = 0,
     ) -> None:
-        self._lease_s = lease_s
+        self._lease_s, self._shards = lease_s, config.shards
         self._tick_s, self._expires_at = min(1.0, lease_s / 4), 0.0
-        self._size_limit = parse_size("buffer.keep", config.keep)
+        self._size_limit = parse_size("buffer.keep", config.keep) // config.shards
         self._address = address
         self._peers, self._pair = peers, pair
         self._store = Store(path)
@@ -105,7 +108,7 @@ class BufferService:
             config.filter,
             greedy,
         )
-        admission = Admission(config.max_staleness, config.groups_per_batch, shares)
+        admission = Admission(config.max_staleness, config.groups_per_batch, shares, shard, config.shards)
         ledgers = VersionLedgers(ledgers_by_version(path))
         samplers = samplers or [SequentialSampler()] * len(shares)
         watched = [env for env, sampler in enumerate(samplers) if not isinstance(sampler, SequentialSampler)]
@@ -144,6 +147,7 @@ class BufferService:
             "trained_tokens": ledger.trained,
             "withheld_tokens": ledger.withheld.copy(),
             "discarded_tokens": ledger.discarded.copy(),
+            **({"shards": self._shards} if self._shards > 1 else {}),
         }
 
     def stop(self) -> None:
@@ -186,7 +190,8 @@ class BufferService:
         if write is None:
             self._server.reply_all(stored + replies)
             if self._has_room:
-                await self._server.poll(self._tick_s)
+                due_s = max(0.0, self._handler.due - time.monotonic())
+                await self._server.poll(min(self._tick_s, due_s))
                 self._handler.receive(self._server, lambda: self._has_room)
             return []
         running = self._store_thread.submit(write)

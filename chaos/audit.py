@@ -33,7 +33,10 @@ from .audit_log import (
 )
 
 DATABASE = "buffer.sqlite"
-"""The buffer's file, by its name: no code is shared with the buffer."""
+"""The buffer's file, or that of the clock of its shards, by its name: no code is shared with the buffer."""
+
+SHARED = ("groups", "episodes", "trajectories", "archive", "ledger")
+"""Tables and views of which each shard has rows of its own."""
 
 SHOWN = 5
 """Problems of one check that are listed."""
@@ -57,15 +60,19 @@ def audit(run_dir: Path) -> tuple[AuditCheck, ...]:
     try:
         db = sqlite3.connect(":memory:", uri=True)
         try:
-            db.execute("ATTACH ? AS store", (f"{(run_dir / DATABASE).absolute().as_uri()}?mode=ro",))
+            buffer = load(str(run_config(run_dir))).buffer
+            shards = [run_dir / f"buffer-{number}.sqlite" for number in range(1, buffer.shards + 1)]
+            if buffer.shards == 1:
+                _attach(db, run_dir / DATABASE, "store")
+            else:
+                _copy_shards(db, run_dir / DATABASE, shards)
             db.executescript(TABLES)
-            _read_store(db, run_dir / "buffer.arrays")
+            folders = [path.with_suffix(".arrays") for path in shards]
+            _read_store(db, [run_dir / "buffer.arrays"] if buffer.shards == 1 else folders)
             _read_workers(db, run_dir)
             _read_learner(db, run_dir)
-            buffer = load(str(run_config(run_dir))).buffer
-            db.execute(
-                "INSERT INTO rules VALUES (?, ?, ?)", (buffer.group_size, buffer.max_staleness, buffer.groups_per_batch)
-            )
+            rules = buffer.group_size, buffer.max_staleness, buffer.groups_per_batch, buffer.shards
+            db.execute("INSERT INTO rules VALUES (?, ?, ?, ?)", rules)
             _read_settings(db, run_dir / "settings.jsonl")
             return tuple(_check(db, *check) for check in CHECKS)
         finally:
@@ -79,11 +86,42 @@ def _check(db: sqlite3.Connection, name: str, examined: str, queries: tuple[str,
     return AuditCheck(name, db.execute(examined).fetchone()[0], len(found), tuple(found[:SHOWN]))
 
 
-def _read_store(db: sqlite3.Connection, arrays: Path) -> None:
-    """Fill `spans` and `masks`. A header is one format byte and msgpack."""
-    rows = db.execute("SELECT id, episode_id, header, length, arrays FROM store.trajectories").fetchall()
-    segments = sorted((int(path.name, 16), path) for path in arrays.iterdir()) if arrays.exists() else []
-    for trajectory, episode, header, length, position in rows:
+def _attach(db: sqlite3.Connection, path: Path, name: str) -> None:
+    db.execute(f"ATTACH ? AS {name}", (f"{path.absolute().as_uri()}?mode=ro",))
+
+
+def _copy_shards(db: sqlite3.Connection, clock: Path, shards: Sequence[Path]) -> None:
+    """Make `store` in memory: the rows of all shards, and the clock's commits with the groups of all."""
+    db.execute("ATTACH ':memory:' AS store")
+    for number, path in enumerate(shards):
+        _attach(db, path, "shard")
+        for table in SHARED:
+            verb = f"INSERT INTO store.{table}" if number else f"CREATE TABLE store.{table} AS"
+            db.execute(f"{verb} SELECT * FROM shard.{table}")
+        parts = {"counters": f"{number} AS id, value", "commits": "version, groups"}
+        for table, columns in parts.items():
+            name = "parts" if table == "commits" else table
+            verb = f"INSERT INTO store.{name}" if number else f"CREATE TABLE store.{name} AS"
+            db.execute(f"{verb} SELECT {columns} FROM shard.{table}")
+        db.commit()
+        db.execute("DETACH shard")
+    _attach(db, clock, "shard")
+    db.execute(
+        "CREATE TABLE store.commits AS SELECT version, time, (SELECT sum(groups) FROM store.parts p WHERE p.version = c.version)"
+        " AS groups, max_staleness, groups_per_batch, rolled_back FROM shard.commits c"
+    )
+    db.commit()
+    db.execute("DETACH shard")
+
+
+def _read_store(db: sqlite3.Connection, arrays: Sequence[Path]) -> None:
+    """Fill `spans` and `masks`. A header is one format byte and msgpack. `arrays` are the folders of the shards, in their order."""
+    rows = db.execute("SELECT id, episode_id, header, length, arrays, group_id FROM store.trajectories").fetchall()
+    folders = [
+        sorted((int(path.name, 16), path) for path in folder.iterdir()) if folder.exists() else [] for folder in arrays
+    ]
+    for trajectory, episode, header, length, position, group in rows:
+        segments = folders[group % len(folders)]
         try:
             spans = msgspec.msgpack.decode(header[1:])["version_spans"]
         except (msgspec.MsgspecError, KeyError, TypeError) as error:

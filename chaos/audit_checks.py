@@ -4,7 +4,9 @@ Invariants:
 - A check is (name, query that counts what is examined, queries for violations). A violation is one row with one text: the problem.
 - `leased`, `reported`, `delivered`, `delivered_tokens`, `branches` (trajectories) are from the workers' audit logs; `taken`
   (all groups that were in a batch), and `commits_made` and `trained_on`, without commits that it rolled back, from the learner's;
-  `steps` from metrics.jsonl; `spans` and `masks` from the stored trajectories; `store` is the buffer's database.
+  `steps` from metrics.jsonl; `spans` and `masks` from the stored trajectories; `store` is the buffer's database, or has the rows of
+  all its shards. Each of `rules.shards` has the groups and tasks whose numbers are, modulo `shards`, the id of its row in
+  `store.counters`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ CREATE TABLE trained_on (made INTEGER, episode TEXT, version INTEGER, tokens INT
 CREATE TABLE steps (made INTEGER, trained INTEGER, stalest INTEGER);
 CREATE TABLE spans (id TEXT, episode TEXT, version INTEGER, tokens INTEGER);
 CREATE TABLE masks (id TEXT, episode TEXT, sampled INTEGER);
-CREATE TABLE rules (group_size INTEGER, max_staleness INTEGER, groups_per_batch INTEGER);  -- at the end
+CREATE TABLE rules (group_size INTEGER, max_staleness INTEGER, groups_per_batch INTEGER, shards INTEGER);  -- at the end
 CREATE TABLE changes (number INTEGER PRIMARY KEY, version INTEGER, key TEXT, old, new);  -- from settings.jsonl
 
 CREATE TEMP VIEW in_force AS  -- the bound by which each version was made
@@ -57,14 +59,16 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "SELECT 'task ' || task || ' of environment ' || env || ' was issued to ' || count(*) || ' groups' FROM issued"
             " GROUP BY env, task HAVING count(*) > 1",
             "SELECT 'group ' || grp || ' has ' || count(*) || ' tasks' FROM issued GROUP BY grp HAVING count(*) > 1",
-            "SELECT 'environment ' || env || ' has ' || count(*) || ' tasks up to ' || max(task) FROM issued"
-            " GROUP BY env HAVING max(task) + 1 <> count(DISTINCT task)",
+            "SELECT 'environment ' || env || ' has ' || count(*) || ' tasks up to ' || max(task) FROM issued, rules"
+            " GROUP BY env, task % shards HAVING max(task) / shards + 1 <> count(DISTINCT task)",
             "SELECT 'environment ' || c.key || ' was read up to task ' || c.value || ', issued are ' ||"
-            " (SELECT count(*) FROM issued WHERE env = c.key) FROM store.counters, json_each(counters.value, '$.cursors') c"
-            " WHERE c.value <> (SELECT count(*) FROM issued WHERE env = c.key)",
+            " (SELECT count(*) FROM issued WHERE env = c.key AND task % shards = part.id)"
+            " FROM rules, store.counters part, json_each(part.value, '$.cursors') c WHERE (c.value - part.id) / shards <>"
+            " (SELECT count(*) FROM issued WHERE env = c.key AND task % shards = part.id)",
             "SELECT 'groups are numbered up to ' || json_extract(value, '$.next_group') || ', there are ' ||"
-            " (SELECT count(*) FROM issued) FROM store.counters"
-            " WHERE json_extract(value, '$.next_group') <> (SELECT count(*) FROM issued)",
+            " (SELECT count(*) FROM issued WHERE grp % shards = part.id) FROM rules, store.counters part"
+            " WHERE (json_extract(value, '$.next_group') - part.id) / shards <>"
+            " (SELECT count(*) FROM issued WHERE grp % shards = part.id)",
             "SELECT 'a worker was granted group ' || grp || ', which is not in the store' FROM leased"
             " WHERE grp NOT IN (SELECT id FROM store.groups) AND grp NOT IN gone GROUP BY grp",
         ),

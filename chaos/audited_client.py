@@ -27,7 +27,7 @@ from .audit_log import (
 
 def audited_client(context: RunContext, name: str) -> AuditedClient:
     """A client of the run's buffer for role `name`."""
-    client = AuditedClient(context.addresses.buffer, name)
+    client = AuditedClient(context.addresses.buffer, name, context.addresses.buffer_shards)
     client.audit_log = AuditLog(Path(context.run_dir), name, client.incarnation)
     return client
 
@@ -56,15 +56,18 @@ class AuditedClient(BufferClient):
             )
         return leases
 
-    async def progress(self, generated: dict[str, Counts], slot_s: float, idle_slot_s: float) -> tuple[str, ...]:
+    async def progress(
+        self, generated: dict[str, Counts], slot_s: float, idle_slot_s: float, shard: int = 0
+    ) -> tuple[str, ...]:
         more = {e: dict(counts) for e, counts in generated.items() if counts and counts != self._logged.get(e)}
         number = next(self._reports)
         if more:
             self.audit_log.append(TokensSampled(number=number, generated=more))
-        cancelled = await super().progress(generated, slot_s, idle_slot_s)
+        cancelled = await super().progress(generated, slot_s, idle_slot_s, shard)
         if more:
             self.audit_log.append(CancelReceived(number=number))
-        self._logged = {e: counts for e, counts in (self._logged | more).items() if e in generated}
+        known = (self._logged | more).items()
+        self._logged = {e: counts for e, counts in known if e in generated or self.shard_of(e) != shard}
         return cancelled
 
     async def deliver(

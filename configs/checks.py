@@ -154,12 +154,12 @@ def _evaluation(config: Config) -> Iterator[str]:
             )
     if not evaluation.keep_best:
         return
-    if evaluation.keep_best not in evaluation.suites:
-        known = ", ".join(evaluation.suites) or "none; evaluation.suites={mine: {}} names the run's own"
-        yield f"evaluation.keep_best: {evaluation.keep_best!r} is no suite of evaluation.suites; there are {known}"
+    keeping = [f"evaluation.suites.{name}.keep_best" for name, suite in evaluation.suites.items() if suite.keep_best]
+    if len(keeping) > 1:
+        yield f"{keeping[1]}=true: {keeping[0]} is true already; one checkpoint is kept, by one suite"
     if not evaluation.every:
         yield (
-            f"evaluation.keep_best={evaluation.keep_best} with evaluation.every=0: only the last checkpoint is evaluated; "
+            f"{keeping[0]}=true with evaluation.every=0: only the last checkpoint is evaluated; "
             f"allowed there are {every}, {2 * every} and other multiples of learner.checkpoint_every"
         )
 
@@ -221,6 +221,11 @@ def _batch(config: Config) -> Iterator[str]:
         yield (
             f"buffer.min_members={buffer.min_members}: allowed are 0, which waits for all, and {fewest} to "
             f"buffer.group_size={buffer.group_size}"
+        )
+    if buffer.groups_per_batch < buffer.shards:
+        yield (
+            f"buffer.groups_per_batch={buffer.groups_per_batch} is less than buffer.shards={buffer.shards}: each shard has a part "
+            f"of every batch; allowed are {buffer.shards} and more"
         )
     least = rollout.workers * buffer.group_size
     if 0 < rollout.max_episodes < least:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
-from msgspec import Meta, field
+from msgspec import Meta, field, structs
 
 from .environments import EnvironmentKind, Mixture
 from .section import NonNegative, Positive, Section
@@ -29,6 +30,9 @@ class EvaluationSuite(Section, frozen=True):
     """Sampled tokens in one completion, in place of `agent.max_tokens_per_turn`."""
     max_tokens: Positive | None = None
     """Context of an episode, in place of `agent.max_tokens`, which it may not exceed: the servers are started for that."""
+    keep_best: bool = False
+    """Of the checkpoints that were evaluated, the one with this suite's best mean reward is kept beside the newest ones. Of one
+    suite only."""
 
 
 class Evaluation(Section, frozen=True):
@@ -44,5 +48,13 @@ class Evaluation(Section, frozen=True):
     on a server of its own, while training goes on. 0: none."""
     suites: dict[str, EvaluationSuite] = field(default_factory=dict)
     """Several evaluations by name, in place of the one on the run's own environment, for example `{many: {samples: 16}}`."""
-    keep_best: str = ""
-    """Name of a suite: of the checkpoints that were evaluated, the one with its best mean reward is kept beside the newest ones."""
+
+    @property
+    def keep_best(self) -> str:
+        """Name of the suite whose best checkpoint is kept; empty for none."""
+        return next((name for name, suite in self.suites.items() if suite.keep_best), "")
+
+    def alone(self, suites: Mapping[str, EvaluationSuite]) -> Evaluation:
+        """One evaluation of `suites`: no others follow, and no checkpoint is kept for it."""
+        plain = {name: structs.replace(suite, keep_best=False) for name, suite in suites.items()}
+        return structs.replace(self, suites=plain, every=0)

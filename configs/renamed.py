@@ -27,6 +27,7 @@ RENAMED = {
     "learner.backend.virtual_stages": "learner.backend.parallel.virtual",
     "learner.backend.expert_parallel": "learner.backend.parallel.expert",
     **{f"learner.backend.{o}": f"learner.backend.options=[{o}]" for o in ("recompute", "compile", "offload", "liger")},
+    "evaluation.keep_best": "evaluation.suites.NAME.keep_best=true",
     "buffer.lease_s": "launch.heartbeat_s, from which it follows",
     "rollout.sampling": "rollout.temperature and rollout.top_p",
     "rollout.request_s": "rollout.episode_s, from which it follows",

@@ -21,6 +21,8 @@ from .evaluation import Evaluation
 from .reward import EnvironmentReward, Reward
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
+SHARDS_LIMIT = 8  # of a buffer: a reader attaches all files to one connection, and SQLite takes 10
+
 
 class RunOutput(Section, frozen=True):
     dir: str = "runs/default"
@@ -212,6 +214,9 @@ class Buffer(Section, frozen=True):
     """No token older than this many policy versions is trained on. 0 is synchronous training."""
     groups_per_batch: Positive = 8
     """Task groups in one learner step."""
+    shards: Annotated[int, Meta(ge=1, le=SHARDS_LIMIT)] = 1
+    """Processes that share the groups of a run, each with its own file. With more than one, another is their clock: it counts the
+    versions. One takes thousands of trajectories a second; add some where its process is busy all the time."""
     group_size: Positive = 8
     """Episodes per task group; their mean reward is the baseline. One is enough for advantages that compare with no group:
     `reinforce_pp`, `gae` and `none`."""

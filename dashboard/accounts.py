@@ -60,13 +60,14 @@ class TokenAccounts:
         bounds = db.one("SELECT min(id), max(id) FROM groups")
         if bounds is None or bounds[0] is None:
             return total
+        begun = db.newest_group()
         for part in range(bounds[0] // PART, bounds[1] // PART + 1):
             sums = self._settled.get(part)
             if sums is None:
                 groups = {"first": part * PART, "last": (part + 1) * PART - 1}
                 sums = Counter({(v, n, a): tokens for v, n, a, tokens in db.all(SUMS, **groups)})
                 (still_open,) = db.one(OPEN, **groups, settled=settled) or (1,)
-                if not still_open and bounds[1] > groups["last"]:
+                if not still_open and begun > groups["last"]:
                     self._settled[part] = sums
             total.update(sums)
         return total

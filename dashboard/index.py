@@ -61,7 +61,7 @@ TABLES: dict[Source, str] = {
 LABELS = "SELECT id, request FROM groups WHERE id IN (SELECT value FROM json_each(?))"  # of evaluations
 DETAILS = "SELECT rowid, header FROM {table} WHERE rowid IN (SELECT value FROM json_each(?))"
 DETAIL = 300  # characters of why an episode failed in a list
-NEW_ROWS = "SELECT rowid, header, length FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT ?"
+NEW_ROWS = "SELECT rowid, header, length FROM {part}.{table} WHERE rowid > ? ORDER BY rowid LIMIT ?"
 GROUP_ROWS = "SELECT id, state, trained_at FROM groups WHERE id >= ? ORDER BY id LIMIT ?"
 Sort = Literal["newest", "reward", "tokens", "sampled", "turns", "seconds", "staleness", "trained_at"]
 PAGE_LIMIT = 200
@@ -143,7 +143,7 @@ class TrajectoryIndex:
         self._clear()
 
     def _clear(self) -> None:
-        self._last = 0
+        self._last: dict[str, int] = {}  # by the file that the rows are in
         self._rows = GrowingColumns(TYPES)
         self._envs, self._tasks, self._outcomes = Names(), Names(), Names()
         self._states = GrowingColumns({"state": np.int8, "trained_at": np.int64})  # by the group's id
@@ -159,7 +159,7 @@ class TrajectoryIndex:
         with self._lock:
             self._follow()
             found = np.flatnonzero(self._kept(query))
-            # The rows are in the order of their rowids, so that the newest need not be sorted.
+            # The rows are in the order in which they were found, so that the newest need not be sorted.
             keys = found if query.sort == "newest" else self._keys(query.sort)[found]
             shown, following = _page_of(found, -keys if query.ascending else keys, query.after, query.limit)
             rows = self._explained([self._row(at) for at in shown])
@@ -209,19 +209,22 @@ class TrajectoryIndex:
         if not self._store.exists:
             return
         with self._store.open() as db:
-            newest = db.one(f"SELECT coalesce(max(rowid), 0) FROM {self._table}")
-            if newest is not None and newest[0] < self._last:
-                self._clear()  # another run, or everything was dropped
-            while rows := db.all(NEW_ROWS.format(table=self._table), self._last, ROWS):
-                self._add(rows)
+            for part in db.parts:
+                newest = db.one(f"SELECT coalesce(max(rowid), 0) FROM {part}.{self._table}")
+                if newest is not None and newest[0] < self._last.get(part, 0):
+                    self._clear()  # another run, or everything was dropped
+            for part in db.parts:
+                while rows := db.all(NEW_ROWS.format(part=part, table=self._table), self._last.get(part, 0), ROWS):
+                    self._add(db, part, rows)
             self._follow_groups(db)
 
-    def _add(self, rows: list[tuple[int, bytes, int]]) -> None:
+    def _add(self, db: ReadConnection, part: str, rows: list[tuple[int, bytes, int]]) -> None:
         try:
-            self._rows.extend([self._values(rowid, header, length) for rowid, header, length in rows])
+            found = [self._values(db.global_rowid(part, rowid), header, length) for rowid, header, length in rows]
+            self._rows.extend(found)
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
             raise StoreError(f"{self._store.path} is damaged at rowid {rows[0][0]} to {rows[-1][0]}: {error}") from None
-        self._last = rows[-1][0]
+        self._last[part] = rows[-1][0]
 
     def _values(self, rowid: int, header: bytes, length: int) -> tuple[float, ...]:
         """In the order of `TYPES`."""
@@ -272,6 +275,7 @@ class TrajectoryIndex:
         final = np.isin(state, SETTLED) | ((state == TRAINED) & (trained_at <= settled))
         open_ones = np.flatnonzero(~final[self._first_unsettled :])
         self._first_unsettled += int(open_ones[0]) if len(open_ones) else len(final) - self._first_unsettled
+        self._first_unsettled = min(self._first_unsettled, db.newest_group() + 1)
 
     # --- a page ---------------------------------------------------------------------------------------------------
 

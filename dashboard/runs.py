@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ..buffer.run_stores import shard_paths
 from ..buffer.schema import DATABASE, EVALUATION_DATABASE
 from ..configs import RUN_CONFIG, Config, load
 from ..errors import ConfigError, SlipstreamError
@@ -136,7 +137,8 @@ class WatchedRun:
 
     def changes(self) -> tuple[tuple[int, int], ...]:
         """What differs after the run has written something that a page shows, or was explained again."""
-        stores = (name + end for name in (DATABASE, EVALUATION_DATABASE) for end in ("", "-wal"))
+        shards = [path.name for path in shard_paths(self.folder / DATABASE)]
+        stores = (name + end for name in (*{DATABASE, *shards}, EVALUATION_DATABASE) for end in ("", "-wal"))
         names = (*stores, METRICS, "evaluations.json", "control.json", ALERTS, SETTINGS, RUN_CONFIG)
         return ((self.explained, 0), *(_changed(self.folder / name) for name in names))
 

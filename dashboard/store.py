@@ -1,4 +1,4 @@
-"""Reading the file of a run's buffer while the run goes on, without holding it up.
+"""Reading the files of a run's buffer while the run goes on, without holding it up.
 
 Invariants:
 - Connections are read-only and are closed after one request. Callers fetch all rows of a query at once, and ask for at most
@@ -13,14 +13,15 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..buffer.admission import ReplayCounters
-from ..buffer.schema import DATABASE, connect, require_schema, store_error
+from ..buffer.run_stores import connect_run, parts, place_in, shard_paths
+from ..buffer.schema import DATABASE, store_error
 from ..buffer.trajectory import BatchRow, EncodedRow
 from ..errors import StoreError, WireError
 
@@ -49,9 +50,8 @@ class StoreReader:
         if not self.exists:
             raise StoreError(f"{self.path.parent} has no buffer yet: the run has not started to play")
         try:
-            with contextlib.closing(connect(self.path, "ro&immutable=1" if self._is_final() else "ro")) as db:
-                require_schema(db, self.path)
-                yield ReadConnection(db)
+            with contextlib.closing(connect_run(self.path, "ro&immutable=1" if self._is_final() else "ro")) as db:
+                yield ReadConnection(db, parts(self.path))
         except sqlite3.Error as error:
             raise store_error(f"cannot read the buffer {self.path}", error) from None
 
@@ -63,15 +63,18 @@ class StoreReader:
             raise StoreError(f"{self.path} is damaged: {error}") from None
 
     def _is_final(self) -> bool:
-        wal = self.path.with_name(self.path.name + "-wal")
-        return not self._is_active() and not (wal.exists() and wal.stat().st_size)
+        files = {self.path, *shard_paths(self.path)}
+        wals = [path.with_name(path.name + "-wal") for path in files]
+        return not self._is_active() and not any(wal.exists() and wal.stat().st_size for wal in wals)
 
 
 class ReadConnection:
-    """Fetches what a query finds at once, so that nothing is held between two queries."""
+    """Fetches what a query finds at once, so that nothing is held between two queries. `parts` are the names of the files that
+    have groups: what follows their new rows follows each by itself, by its own `rowid`."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
+    def __init__(self, db: sqlite3.Connection, parts: Sequence[str]) -> None:
         self._db = db
+        self.parts = parts
         self._deadline = 0.0
         db.set_progress_handler(lambda: time.monotonic() > self._deadline, CHECKED_EVERY)
 
@@ -83,6 +86,15 @@ class ReadConnection:
     def one(self, query: str, *values: object, **named: object) -> tuple[Any, ...] | None:
         """The first row, None where there is none."""
         return next(iter(self.all(query, *values, **named)), None)
+
+    def newest_group(self) -> int:
+        """Groups with higher numbers may not have begun yet, where there are others; -1 before the first."""
+        newest = (self.one(f"SELECT max(id) FROM {part}.groups") for part in self.parts)
+        return min(-1 if row is None or row[0] is None else row[0] for row in newest)
+
+    def global_rowid(self, part: str, rowid: int) -> int:
+        """Of a row that has `rowid` in its own file: as queries over all files have it."""
+        return rowid * len(self.parts) + place_in(part)
 
     def counters(self) -> ReplayCounters | None:
         """Of the replay as it was saved last; None before the first."""

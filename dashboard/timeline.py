@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from ..buffer.schema import BUFFER
 from ..buffer.trajectory import BatchRow
 from ..common.spans import Span
+from ..monitor.prometheus import GROUP_STATES
 from ..monitor.timeline import SPANS, FolderFollower
 from ..planner.run_spans import LEARNER
 from .gauges import GaugeTable
@@ -55,6 +57,9 @@ class Timeline:
         series = {
             role: found for role, gauges in self._gauges.roles().items() if (found := gauges.between(t0, t1, points))
         }
+        if shards := [found for role, found in series.items() if role.startswith(f"{BUFFER}-")]:
+            groups = {state: _sum([shard.get(state, []) for shard in shards]) for state in GROUP_STATES}
+            series[BUFFER] = series.get(BUFFER, {}) | groups  # the clock of the shards has none
         return {
             "bounds": [first, last],
             "t0": t0,
@@ -108,6 +113,13 @@ class Timeline:
             if len(self._spans) > before:
                 self._spans.sort(key=lambda span: span.t1)
             return list(self._spans)
+
+
+def _sum(columns: Sequence[list[float | None]]) -> list[float | None]:
+    """Of columns over the same times; None where one has no value."""
+    longest = max(map(len, columns))
+    whole = [column for column in columns if len(column) == longest]
+    return [None if None in values else sum(v for v in values if v is not None) for values in zip(*whole, strict=True)]
 
 
 def _parts(h: BatchRow) -> list[tuple[float, float, str, int | None]]:

@@ -23,7 +23,7 @@ from .timeline import PHASES
 
 NS = 1_000_000_000
 TRAINED = (
-    "SELECT e.rowid, e.id, g.trained_at FROM episodes e JOIN groups g ON g.id = e.group_id"
+    "SELECT e.rowid, e.id, g.trained_at FROM {part}.episodes e JOIN {part}.groups g ON g.id = e.group_id"
     " WHERE e.rowid > ? AND e.account = 'trained' ORDER BY e.rowid LIMIT ?"
 )
 
@@ -129,9 +129,10 @@ def _trained(run: WatchedRun) -> dict[str, int]:
     found: dict[str, int] = {}
     if not run.store.exists:
         return found
-    at = 0
     with run.store.open() as db:
-        while rows := db.all(TRAINED, at, ROWS):
-            at = rows[-1][0]
-            found.update((episode, version) for _, episode, version in rows if version is not None)
+        for part in db.parts:
+            at = 0
+            while rows := db.all(TRAINED.format(part=part), at, ROWS):
+                at = rows[-1][0]
+                found.update((episode, version) for _, episode, version in rows if version is not None)
     return found

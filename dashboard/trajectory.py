@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..buffer.run_stores import parts, shard_path
 from ..buffer.segments import read_arrays, segments_path, starts_of
 from ..buffer.trajectory import TOKEN_BYTES, BatchRow
 from ..common.annotations import CLIPPED, DROPPED, VALUES, TokenAnnotations
@@ -35,9 +37,10 @@ FACTS = (
     "e.account, e.withheld, e.loss_from, e.reason, e.delivered_time,"
     " g.state, g.leased_at, g.trained_at, g.leased_time, g.ready_time, g.taken_time, g.request"
 )
-OWNERS = "JOIN episodes e ON e.id = t.episode_id JOIN groups g ON g.id = t.group_id"
-ROW = f"SELECT t.rowid, 0, t.header, t.length, t.arrays, {FACTS} FROM trajectories t {OWNERS}"
-FAILED_ROW = f"SELECT t.rowid, 1, t.header, t.length, t.rowid, {FACTS} FROM failed t {OWNERS}"
+OWNERS = "JOIN {part}episodes e ON e.id = t.episode_id JOIN {part}groups g ON g.id = t.group_id"
+ROW_IN = f"SELECT t.rowid, 0, t.header, t.length, t.arrays, {FACTS} FROM {{part}}trajectories t {OWNERS}"
+FAILED_ROW_IN = f"SELECT t.rowid, 1, t.header, t.length, t.rowid, {FACTS} FROM {{part}}failed t {OWNERS}"
+ROW, FAILED_ROW = ROW_IN.format(part=""), FAILED_ROW_IN.format(part="")
 
 
 class StoredTrajectory(msgspec.Struct, frozen=True):
@@ -76,7 +79,6 @@ class TrajectoryReader:
     def __init__(self, store: StoreReader, texts: TokenTexts) -> None:
         self._store = store
         self.texts = texts
-        self._arrays = segments_path(store.path)
 
     def describe(self, id: str, bins: int) -> dict[str, Any]:
         """Everything of a trajectory but its tokens, and a strip of `bins` columns over all of them. Raises StoreError."""
@@ -150,11 +152,12 @@ class TrajectoryReader:
             return sorted(self._stored(db, rows), key=lambda one: one.header.branch)
 
     def all(self, versions: Collection[int] | None = None) -> Iterator[StoredTrajectory]:
-        """Every trajectory in the order of delivery, then those of episodes that failed; with `versions` those of the groups whose
-        batch made one of them. Raises StoreError."""
-        for table in (ROW, FAILED_ROW):
+        """Every trajectory in the order of delivery, then those of episodes that failed, shard by shard where the buffer has any;
+        with `versions` those of the groups whose batch made one of them. Raises StoreError."""
+        for table, part in itertools.product((ROW_IN, FAILED_ROW_IN), parts(self._store.path)):
             at = 0
-            while page := self._page(f"{table} WHERE t.rowid > ? ORDER BY t.rowid LIMIT ?", at):
+            query = table.format(part=f"{part}.")
+            while page := self._page(f"{query} WHERE t.rowid > ? ORDER BY t.rowid LIMIT ?", at):
                 at = page[-1].rowid
                 yield from (one for one in page if versions is None or one.trained_at in versions)
 
@@ -289,7 +292,8 @@ class TrajectoryReader:
             return row[0] if row else b""
         if one.position is None:
             return b""
-        return read_arrays(self._arrays, starts_of(self._arrays), one.position + offset, size)
+        arrays = segments_path(shard_path(self._store.path, one.header.group_id))
+        return read_arrays(arrays, starts_of(arrays), one.position + offset, size)
 
 
 LOSS = {"loss": 1, "without": 2}  # the values of `_loss` beside 0, context

@@ -64,7 +64,7 @@ def _alone(config: Config, model: str, suites: dict[str, Config]) -> Config:
         without_reward_model(config),
         model=replace(config.model, path=model),
         rollout=replace(config.rollout, engine=replace(config.rollout.engine, replicas=1)),
-        evaluation=replace(evaluation, suites=named, every=0, keep_best=""),
+        evaluation=evaluation.alone(named),
         launch=replace(config.launch, kind="local", ports={"first": 0}),
     )
 

@@ -28,7 +28,7 @@ Step = int | str | None  # a learner step, `BEST`, or the newest checkpoint
 
 def export(run: str | Path, out: Path | None = None, step: Step = None) -> Path:
     """Write the policy after `step` to `out`, by default `RUN/model-step-N`; of the newest checkpoint where no step is given, of
-    the one with the best score in `evaluation.keep_best` for `best`. Gives the folder. Raises ConfigError where there is no such
+    the best one of the suite with `keep_best` for `best`. Gives the folder. Raises ConfigError where there is no such
     checkpoint or the folder exists, LearnerError where it cannot be read."""
     config = load(str(run_config(run)))
     step, checkpoint = _checkpoint(Path(run), config, step)
@@ -65,7 +65,9 @@ def _checkpoint(run: Path, config: Config, step: Step) -> tuple[int, Path]:
     if step == BEST:
         suite = config.evaluation.keep_best
         if not suite:
-            raise ConfigError(f"--step best: {run} has no evaluation.keep_best, which names the suite to compare by")
+            raise ConfigError(
+                f"--step best: {run} has no suite with keep_best, to compare by (evaluation.suites.NAME.keep_best)"
+            )
         if (result := evaluations.best(run, suite, found)) is None:
             raise ConfigError(f"--step best: no checkpoint of {run} has been evaluated in {suite} yet")
         step = result.step

@@ -69,7 +69,7 @@ SAMPLE_S = 5.0  # of writing the report, after which it samples no more trajecto
 REPORT_S = 20.0  # after which the run ends without its report
 
 # Beginnings of keys that define the groups in the buffer: a resumed run cannot change them.
-IMMUTABLE = ("seed", "env.", "reward.", "agent.renderer", "buffer.group_size", "model.dtype")
+IMMUTABLE = ("seed", "env.", "reward.", "agent.renderer", "buffer.group_size", "buffer.shards", "model.dtype")
 QUOTED = 60  # most characters of a value that an error quotes: a template has many lines
 
 C = TypeVar("C", bound=Config)
@@ -163,6 +163,8 @@ def refuse_changes(config: Config, before: Config) -> None:
 
 
 def _unplaced(suite: EvaluationSuite) -> EvaluationSuite:
+    """What its results depend on."""
+    suite = msgspec.structs.replace(suite, keep_best=False)
     return msgspec.structs.replace(suite, env=without_placement(suite.env)) if suite.env else suite
 
 
@@ -287,9 +289,7 @@ def evaluate(config: Config, label: str) -> list[EvaluationResult]:
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")
     config = without_reward_model(config)
     # There are no checkpoints, and no second server.
-    config = msgspec.structs.replace(
-        config, evaluation=msgspec.structs.replace(config.evaluation, every=0, keep_best="")
-    )
+    config = msgspec.structs.replace(config, evaluation=config.evaluation.alone(config.evaluation.suites))
     preflight(config)
     run_dir = Path(tempfile.mkdtemp(prefix="slipstream-eval-"))  # stays when this fails: the error names a log in it
     (run_dir / "logs").mkdir()

@@ -32,13 +32,14 @@ class Addresses(msgspec.Struct, frozen=True):
 
     supervisor: str  # for heartbeats
     fleet: str  # the fleet snapshots
-    buffer: str
+    buffer: str  # with shards of their own, their clock
     learner_host: str  # of rank 0, the rendezvous of a push
     settings: str = ""  # `RunSettings`
     peers: str = ""  # `PeerDirectory`
     access: str = ""  # for `RequestAccess`
     reward: str = ""  # URL of the reward server, if there is one
     aux_models: dict[str, tuple[str, ...]] = {}  # the ranks of each placed auxiliary model, by its kind
+    buffer_shards: tuple[str, ...] = ()  # none where the buffer is one process
 
 
 class RunSettings(msgspec.Struct, frozen=True):

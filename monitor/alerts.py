@@ -285,7 +285,7 @@ def alert_rules(config: Config) -> tuple[AlertRule, ...]:
         AlertRule("truncation", "warning", 3, 3, _truncation, longer),
         AlertRule("length_bias", "warning", 3, 3, _length_bias, f"`slipstream ledger {run}` says where they are"),
         AlertRule(
-            "unusable_batches", "warning", 1, 1, _unusable, f"{run}/logs/learner-*.log and buffer.log name the groups"
+            "unusable_batches", "warning", 1, 1, _unusable, f"{run}/logs/learner-*.log and buffer*.log name the groups"
         ),
         AlertRule("replicas_behind", "warning", max(2, bound), 1, _replicas_behind, engines),
     )

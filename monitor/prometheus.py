@@ -247,11 +247,32 @@ def export_processes(series: Mapping[str, Gauges], to: Exposition) -> None:
             case "supervisor":
                 for server, usage in (line.get("servers") or {}).items():
                     _export_usage(server, usage, to)
-            case "buffer":
-                for state in GROUP_STATES:
-                    to.set("buffer_groups", line.get(state), state)
-                to.set("learner_version", line.get("version"))
-                to.set("served_version", line.get("served"))
+    buffer = buffer_gauges(series)
+    for state in GROUP_STATES:
+        to.set("buffer_groups", buffer.get(state), state)
+    to.set("learner_version", buffer.get("version"))
+    to.set("served_version", buffer.get("served"))
+
+
+def buffer_gauges(series: Mapping[str, Gauges]) -> Gauges:
+    """The newest line of the buffer; of one with shards the sums of all its processes, and the versions of their clock. Empty where
+    one of them has no line: a sum that falls for a while would be counted again when it is back."""
+    lines = {role: line for role, line in series.items() if role.partition("-")[0] == "buffer"}
+    clock = lines.get("buffer", {})
+    shards = clock.get("shards", 1)
+    if shards == 1:
+        return clock
+    if len(lines) <= shards:
+        return {}
+    total: dict[str, Any] = {"version": clock.get("version"), "served": clock.get("served")}
+    for line in lines.values():
+        for name, value in line.items():
+            if isinstance(value, dict):
+                own = total.setdefault(name, {})
+                own.update({reason: own.get(reason, 0) + tokens for reason, tokens in value.items()})
+            elif name in GROUP_STATES or name == "generated" or name.endswith("_tokens"):
+                total[name] = total.get(name, 0) + value
+    return total
 
 
 def _export_usage(role: str, usage: Gauges, to: Exposition) -> None:

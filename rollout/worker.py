@@ -1,7 +1,7 @@
 """The worker: plays many episodes at once and delivers their trajectories.
 
     buffer ──lease──> one task per member ──> EpisodePlayer.play ──deliver──> buffer
-                        ├── twice a second: progress (tokens so far, idle slots), which also renews the leases
+                        ├── twice a second, to each shard: progress (tokens so far, idle slots), which also renews the leases
                         └── every second: load of the servers, which moves the number of slots (`concurrency.py`)
 
 Invariants:
@@ -83,12 +83,14 @@ class Worker:
             log.info("stopping; %d episodes are cancelled", len(self._running))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                await self._buffer.progress(dict(self._running), self._slot_s, self._idle_slot_s)
+                await asyncio.gather(*(self._progress(shard) for shard in range(self._buffer.shards)))
                 await self._buffer.deregister()
 
     async def _work(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._report_progress(), name="progress")
+            tasks.create_task(self._count_slots(), name="slots")
+            for shard in range(self._buffer.shards):  # one that does not answer keeps no report from the others
+                tasks.create_task(self._report_progress(shard), name=f"progress {shard}")
             tasks.create_task(self._sample_load(), name="load")
             while True:
                 async with self._changed:
@@ -157,13 +159,24 @@ class Worker:
                 self._changed.notify_all()
             await asyncio.sleep(SAMPLE_S)
 
-    async def _report_progress(self) -> None:
-        """Report tokens and slots. A slot that waits for the room of a whole group is not idle; one without a lease is."""
-        last = time.monotonic()
+    async def _report_progress(self, shard: int) -> None:
+        """Report the tokens of a shard's episodes, and to the first shard the slots."""
         while True:
-            for episode_id in await self._buffer.progress(dict(self._running), self._slot_s, self._idle_slot_s):
+            for episode_id in await self._progress(shard):
                 if scope := self._cancel_scopes.pop(episode_id, None):
                     scope.reschedule(0)  # cancels the episode's task in the next turn of the loop
+            await asyncio.sleep(PROGRESS_S)
+
+    async def _progress(self, shard: int) -> tuple[str, ...]:
+        buffer = self._buffer
+        running = {id: counts for id, counts in self._running.items() if buffer.shard_of(id) == shard}
+        slots = (self._slot_s, self._idle_slot_s) if shard == 0 else (0.0, 0.0)
+        return await buffer.progress(running, *slots, shard)
+
+    async def _count_slots(self) -> None:
+        """A slot that waits for the room of a whole group is not idle; one without a lease is."""
+        last = time.monotonic()
+        while True:
             await asyncio.sleep(PROGRESS_S)
             now = time.monotonic()
             slots, playing = self._concurrency.cap, len(self._running)

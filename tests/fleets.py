@@ -45,8 +45,9 @@ def buffer_service(config: Any, path: Any, address: str, **options: Any) -> Buff
 
 
 def mark_served(client: BufferClient | str, version: int | None) -> None:
-    """The fleet serves `version` as far as the buffer of `client`, or at this address, knows."""
-    _marks[client if isinstance(client, str) else client._address](version)
+    """The fleet serves `version` as far as the processes of the buffer of `client`, or the one at this address, know."""
+    for address in [client] if isinstance(client, str) else client._addresses.values():
+        _marks[address](version)
 
 
 def fleet_address(buffer: str) -> str:

@@ -10,7 +10,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from slipstream.benchmarks import cluster_buffer, cluster_publisher, cluster_router, cluster_supervisor
+from slipstream.benchmarks import (
+    cluster_buffer,
+    cluster_publisher,
+    cluster_router,
+    cluster_shards,
+    cluster_supervisor,
+)
 from slipstream.benchmarks.cluster_processes import growth, measured
 from slipstream.benchmarks.result import Result
 from slipstream.errors import SlipstreamError
@@ -78,3 +84,12 @@ async def test_every_part_is_measured(
     # In six seconds every replica is probed. Less than what probes take by chance meanwhile may be left of a few heartbeats.
     assert all(math.isfinite(row.contender) and row.floor for row in result.rows)
     assert result.rows[-1].contender > 0
+
+
+@pytest.mark.full
+async def test_shards_are_measured_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_shards, "TRAFFIC_S", 1.0)
+    monkeypatch.setattr(cluster_shards, "WORKERS", 4)
+    result = await cluster_shards.shards(tmp_path, (1, 2))
+    assert [row.name.partition(",")[0] for row in result.rows] == ["2 shards", "2 shards", "2 shards"]
+    assert all(math.isfinite(row.contender) and row.contender > 0 and row.floor > 0 for row in result.rows)

@@ -33,6 +33,33 @@ def test_budgets_and_quotas_add_up_whatever_was_trained(
     assert all(quota <= budget for quota, budget in zip(quotas, budgets, strict=True)), "a quota above its budget"
 
 
+@given(SHARES, st.integers(1, 8), st.integers(1, 64), st.integers(0, 4))
+def test_the_parts_of_all_shards_are_a_whole_batch(
+    shares: tuple[float, ...], shards: int, more: int, staleness: int
+) -> None:
+    """Also by environment: the first batch is the one of a buffer with one process. Their clock has no part."""
+    per_batch = shards + more - 1
+    parts = [Admission(staleness, per_batch, shares, shard, shards) for shard in range(shards + 1)]
+    none, own = [0] * len(shares), parts[1:] if shards > 1 else parts[:1]
+    assert sum(one.part for one in own) == per_batch
+    assert min(one.part for one in own) > 0
+    assert [sum(env) for env in zip(*(one.quotas(none) for one in own), strict=True)] == list(
+        Admission(staleness, per_batch, shares).quotas(none)
+    )
+    assert sum(sum(one.budgets(none)) for one in own) == (staleness + 1) * per_batch
+    assert shards == 1 or sum(parts[0].budgets(none)) == sum(parts[0].quotas(none)) == 0
+
+
+@given(SHARES, st.integers(2, 8), st.integers(1, 4))
+def test_shards_meet_the_shares_of_environments_together(shares: tuple[int, ...], shards: int, each: int) -> None:
+    """Each is within a group of its own share, and so are the batches of all together, within a group per shard."""
+    counts = [train(Admission(0, each * shards, shares, shard, shards), 20) for shard in range(1, shards + 1)]
+    for step in range(20):
+        for env, share in enumerate(shares):
+            due = Fraction(share, sum(shares)) * step * each * shards
+            assert abs(sum(one[step][env] for one in counts) - due) < shards
+
+
 def train(admission: Admission, steps: int) -> list[list[int]]:
     """Groups of each environment that were trained on after 0, 1, 2, ... steps."""
     counts = [[0] * len(admission.shares)]

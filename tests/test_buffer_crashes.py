@@ -5,6 +5,7 @@ Invariants:
 - The accounts close, in every such file.
 - A process that starts from it, and is sent again what was not acknowledged, ends where one that was never killed ends: nothing is
   lost, nothing done twice.
+- So do a shard of a buffer, and the clock of the shards.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ class InOrder(PoolSampler):
 class Buffer:
     """What the service does with one message after the other: change the state, save it, and only then acknowledge."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str = "whole") -> None:
+        self.shard, self.shards = PROCESSES[kind]
         self.store = Store(path)
         clock, groups = self.store.load()
         rules = ReplayConfig(3, 2, "withhold", 5.0, {"engine": 1}, dynamic_sampling=True)
         # In this order whatever is known, as the messages below expect; but it is told what is known, as pools are.
         tasks = TaskTable([InOrder(), InOrder()], (), self.store.tasks((0, 1)))
-        self.replay = Replay(
-            Admission(2, 1, (2.0, 1.0)), rules, clock, groups, VersionLedgers(ledgers_by_version(path)), tasks
-        )
+        admission = Admission(2, self.shards, (2.0, 1.0), self.shard, self.shards)
+        self.replay = Replay(admission, rules, clock, groups, VersionLedgers(ledgers_by_version(path)), tasks)
         self.replay.mark_served(clock.served)  # as the fleet does
 
     def save(
@@ -82,11 +83,14 @@ class Buffer:
         self.save()
 
     def report(self, episode: str, version: int, tokens: int) -> None:
-        self.replay.leases.progress("a", {episode: {version: tokens}}, 0.0)
+        group, rest = episode.split(".", 1)
+        self.replay.leases.progress("a", {f"{int(group) * self.shards}.{rest}": {version: tokens}}, 0.0)
         self.save()
 
     def deliver(self, episode: str, version: int, outcome: Outcome = FINISHED, reward: float | None = None) -> None:
-        """Unless told otherwise, each member earns something else."""
+        """Unless told otherwise, each member earns something else. The groups of a shard are numbered in steps."""
+        group, rest = episode.split(".", 1)
+        episode = f"{int(group) * self.shards}.{rest}"
         kept = {version: 5} if outcome.trainable else {}
         reward = float(episode[-1]) if reward is None else reward
         attempt = Attempt(f"task of {episode}", reward)
@@ -112,8 +116,13 @@ class Buffer:
         self.save()
 
     def recover(self, kept: int) -> None:
-        self.replay.recover(kept)
+        version = self.replay.version
+        self.replay.recover(kept, max(version, 3) if self.shard else None)  # a shard is told what the clock answers
         self.save(rolled_back_to=kept)
+
+    def discard(self) -> None:
+        self.replay.discard_batch(self.replay.version, [g.id for g in self.replay.table.in_state("batched")], "program")
+        self.save()
 
     def shrink(self) -> None:
         served = -1 if self.replay.served is None else self.replay.served
@@ -162,6 +171,25 @@ MESSAGES: list[Message] = [
 ]
 
 
+CLOCK: list[Message] = [
+    lambda b: b.serve(0),
+    *[lambda b: b.take(), lambda b: b.commit(0), lambda b: b.serve(1)],
+    *[lambda b: b.take(), lambda b: b.commit(1), lambda b: b.checkpoint(1)],
+    lambda b: b.recover(1),  # version 2 is 3 now
+    *[lambda b: b.serve(3), lambda b: b.take(), lambda b: b.discard()],
+    *[lambda b: b.take(), lambda b: b.commit(3), lambda b: b.serve(4), lambda b: b.checkpoint(4)],
+    *[lambda b: b.take(), lambda b: b.recover(4)],
+]
+"""What the clock of two shards is sent."""
+
+PROCESSES = {"whole": (0, 1), "shard": (1, 2), "clock": (0, 2)}
+"""Kinds of processes: the number of each and that of shards."""
+
+
+def messages(kind: str) -> list[Message]:
+    return CLOCK if kind == "clock" else MESSAGES
+
+
 def dump(path: Path) -> Dump:
     with contextlib.closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -180,11 +208,11 @@ def shrunk(path: Path) -> Dump:
     return dump(path)
 
 
-def run(path: Path, start: int = 0, acknowledge: Callable[[], object] = lambda: None) -> None:
+def run(path: Path, start: int = 0, acknowledge: Callable[[], object] = lambda: None, kind: str = "whole") -> None:
     """Open the file and send the messages from `start` on."""
-    buffer = Buffer(path)
+    buffer = Buffer(path, kind)
     acknowledge()
-    for message in MESSAGES[start:]:
+    for message in messages(kind)[start:]:
         message(buffer)
         acknowledge()
     buffer.store.close()
@@ -207,7 +235,7 @@ def traced(on_statement: Callable[[str], None]) -> Iterator[None]:
         store_module.connect = connect
 
 
-def killed_at(number: int, path: Path) -> int:
+def killed_at(number: int, path: Path, kind: str) -> int:
     """Run in a process that is killed before its statement `number`; how often it acknowledged."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -221,7 +249,7 @@ def killed_at(number: int, path: Path) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with traced(count):
-            run(path, acknowledge=lambda: os.write(writing, b"."))
+            run(path, acknowledge=lambda: os.write(writing, b"."), kind=kind)
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as pipe:
@@ -243,9 +271,16 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [
+        *(("whole", share) for share in range(SHARES)),
+        ("clock", 0),
+        *(("shard", share) for share in range(SHARES)),
+    ],
+)
 def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
-    memory: Path, monkeypatch: pytest.MonkeyPatch, share: int
+    memory: Path, monkeypatch: pytest.MonkeyPatch, kind: str, share: int
 ) -> None:
     """Each case takes every third statement."""
     for what in ("ARRAYS", "ROWS"):  # one group at a time, so that a transaction of `shrink` leaves others as they are
@@ -255,37 +290,31 @@ def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
     states: list[Dump] = []  # after each acknowledgement
     path = memory / "unharmed.sqlite"
     with traced(statements.append):
-        run(path, acknowledge=lambda: states.append(dump(path)))
+        run(path, acknowledge=lambda: states.append(dump(path)), kind=kind)
     assert ledger_report(path).balances
-    assert ledger_report(path).total == Ledger(
+    played = Ledger(
         generated=85,
         in_flight=1,
         trained=20,
         withheld={"late": 10},
         discarded={"failed_engine": 7, "stale": 14, "unused": 12, "equal_rewards": 21},
     )
-    for what in (
-        "archive",
-        "DELETE",
-        "SET arrays = NULL",
-        "incremental_vacuum",
-        "rolled_back = 1",
-        "CREATE",
-        "COMMIT",
-    ):
+    assert ledger_report(path).total == (Ledger() if kind == "clock" else played)
+    of_groups = () if kind == "clock" else ("archive", "DELETE", "SET arrays = NULL", "incremental_vacuum")
+    for what in (*of_groups, "rolled_back = 1", "CREATE", "COMMIT"):
         assert any(what in statement for statement in statements), what
     end = shrunk(path)
     seen = set()
     for number in range(1 + share, len(statements) + 1, SHARES):
         path = memory / f"{number}.sqlite"
-        acknowledged = killed_at(number, path)
+        acknowledged = killed_at(number, path, kind)
         Store(path).close()  # completes the tables when it was killed between them
         found = dump(path)
         stored = acknowledged - (states[acknowledged - 1] == found) if acknowledged else 0
         assert found == states[stored], f"killed before {statements[number - 1]!r} after {acknowledged} answers"
         seen.add((acknowledged, stored))
         assert ledger_report(path).balances
-        run(path, start=max(0, acknowledged - 1))  # what was not acknowledged is sent again
+        run(path, start=max(0, acknowledged - 1), kind=kind)  # what was not acknowledged is sent again
         assert shrunk(path) == end
         path.unlink()
     assert {acknowledged for acknowledged, _ in seen} == set(range(len(states)))

@@ -86,11 +86,16 @@ class Overheard(BufferClient):
         self._captured = captured
 
     async def _request(
-        self, request: m.Request, reply_type: type[R], deadline_s: float | None = None, waits_for: str = ""
+        self,
+        request: m.Request,
+        reply_type: type[R],
+        deadline_s: float | None = None,
+        waits_for: str = "",
+        to: str = "",
     ) -> R:
         if not isinstance(request, m.RequestStats):  # that one anybody may ask
             self._captured.append(frames_of(m.Envelope(1 + len(self._captured), request)))
-        return await super()._request(request, reply_type, deadline_s, waits_for)
+        return await super()._request(request, reply_type, deadline_s, waits_for, to)
 
 
 async def work(client: BufferClient) -> None:

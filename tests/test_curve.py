@@ -182,7 +182,7 @@ async def test_a_restarted_role_has_another_key_and_the_old_one_is_void(
             peers.update({role: pair.public for role, pair in (ROLES | {"worker-0": again}).items()})
             await registering
             with pytest.raises(DeadlineExceeded):  # also over the connection that it has
-                await old.rpc.request(m.RequestStats(), m.Stats, 1.0)
+                await old.connections["buffer"].request(m.RequestStats(), m.Stats, 1.0)
             assert (await new.stats()).refused == 0
 
 

@@ -76,9 +76,8 @@ def test_a_final_evaluation_is_of_its_step_once_the_run_goes_on(tmp_path: Path) 
 
 NO_MODEL = "model.path=no/such/folder"
 SUITES = (
-    "evaluation.suites={easy: {}, many: {samples: 4}}",
+    "evaluation.suites={easy: {keep_best: true}, many: {samples: 4}}",
     "evaluation.every=10",
-    "evaluation.keep_best=easy",
     "learner.steps=40",
     "learner.checkpoint_every=5",
 )
@@ -233,7 +232,11 @@ def test_a_suite_inherits_what_it_does_not_name() -> None:
     ("override", "says"),
     [
         ("evaluation.every=7", "evaluation.every=7 is no multiple of learner.checkpoint_every=10"),
-        ("evaluation.keep_best=easy", "evaluation.keep_best: 'easy' is no suite of evaluation.suites; there are none"),
+        ("evaluation.keep_best=easy", "evaluation.suites.NAME.keep_best=true"),
+        (
+            "evaluation.suites={a: {keep_best: true}, b: {keep_best: true}}",
+            "evaluation.suites.b.keep_best=true: evaluation.suites.a.keep_best is true already",
+        ),
         ("evaluation.suites={a b: {}}", "evaluation.suites.a b: a name of a suite consists of letters"),
         (
             "evaluation.suites={a: {max_tokens: 99999}}",
@@ -258,8 +261,8 @@ def test_a_wrong_evaluation_is_refused_in_one_line(override: str, says: str) -> 
 def test_what_would_never_be_played_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.every=10 with evaluation\.tasks=0 plays nothing"):
         load("quickstart", ["learner.checkpoint_every=10", "evaluation.every=10", "evaluation.tasks=0"])
-    with pytest.raises(ConfigError, match=r"evaluation\.keep_best=a with evaluation\.every=0"):
-        load("quickstart", ["evaluation.suites={a: {}}", "evaluation.keep_best=a"])
+    with pytest.raises(ConfigError, match=r"evaluation\.suites\.a\.keep_best=true with evaluation\.every=0"):
+        load("quickstart", ["evaluation.suites={a: {keep_best: true}}"])
 
 
 def test_a_suite_keeps_its_files_wherever_the_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,8 +363,7 @@ PERIODIC = (
     "learner.steps=30",
     "evaluation.tasks=6",
     "evaluation.every=10",
-    "evaluation.keep_best=greedy",
-    "evaluation.suites={greedy: {temperature: 0}, short: {samples: 3, max_tokens_per_turn: 8}}",
+    "evaluation.suites={greedy: {temperature: 0, keep_best: true}, short: {samples: 3, max_tokens_per_turn: 8}}",
 )
 
 

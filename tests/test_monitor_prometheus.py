@@ -35,6 +35,7 @@ from slipstream.monitor.prometheus import (
     CommittedTokens,
     Exposition,
     RowTotals,
+    buffer_gauges,
     export_evaluations,
     export_processes,
     step_name,
@@ -180,6 +181,20 @@ def test_accounts_are_gauges_and_their_counters_never_fall() -> None:
     empty = exposition()
     CommittedTokens().export({}, empty)  # the buffer has not begun
     assert value(exported(empty), "trained_tokens_total") is None
+
+
+def test_a_buffer_with_shards_is_one() -> None:
+    groups, tokens = dict.fromkeys(("open", "leased", "ready", "batched"), 1), {"trained_tokens": 5, "generated": 9}
+    shard = {"version": 3, "served": 3, "t": 1.0, **groups, **tokens, "discarded_tokens": {"stale": 2}}
+    clock = {"version": 4, "served": None, "shards": 2, "generated": 0, "ready": 0, "discarded_tokens": {}}
+    series = {"buffer": clock, "buffer-1": shard, "buffer-2": shard, "worker-0": {"t": 0.0}}
+    found = buffer_gauges(series)
+    assert (found["version"], found["served"], found["ready"], found["generated"]) == (4, None, 2, 18)
+    assert (found["trained_tokens"], found["discarded_tokens"]) == (10, {"stale": 4})
+    del series["buffer-2"]
+    assert buffer_gauges(series) == {}  # it starts again: nothing is said rather than too little
+    assert buffer_gauges({"buffer": shard}) == shard
+    assert buffer_gauges({}) == {}
 
 
 def test_processes_are_told_by_role() -> None:

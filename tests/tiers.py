@@ -101,7 +101,7 @@ FULL = (
     # One optimizer step of each loss: the losses themselves, and their gradients, are all in the default tier.
     r"test_learner_losses::test_(an_optimizer_step|forgotten_proximal).*\[(?!loss.kind=(ppo|gspo)\])",
     r"test_learner_losses::test_gradients_are.*-(sequence_mean|fixed_length)\]",
-    r"test_buffer_crashes::test_a_kill_at_any_statement.*\[[12]\]",
+    r"test_buffer_crashes::test_a_kill_at_any_statement.*\[(whole-[12]|shard-.*)\]",
     r"test_partial::test_long_requests_cross_many_versions.*keep_kv",
     # Faults of the fake server, of which each has a deadline to wait for; chaos and the default tier's recoveries use the others.
     r"test_rollout_fake::test_(starts_that_are_late|a_frozen_server|a_join_that_is|pushes_that_are_refused)",

@@ -26,7 +26,7 @@ def register(commands: CommandTable) -> None:
     text = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
     parser.add_argument("--to", choices=list(KINDS), default="hf", help=f"{text}; default: hf")
     text = (
-        "hf: of the checkpoint of this step, or of the `best` in evaluation.keep_best; default: the newest checkpoint. "
+        "hf: of the checkpoint of this step, or the `best` of the suite with keep_best; default: the newest checkpoint. "
         "The others: trajectories that these steps trained; default: all that were delivered"
     )
     parser.add_argument("--step", type=_step, metavar="N|A-B|best", help=text)

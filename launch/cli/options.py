@@ -60,7 +60,7 @@ def add_evaluation(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    text = "of the checkpoint of this step, or of the `best` in evaluation.keep_best; default: of the last step, or of the newest"
+    text = "of the checkpoint of this step, or the `best` of the suite with keep_best; default: of the last step, or of the newest"
     parser.add_argument("--step", type=_step, metavar="N|best", help=f"{text} checkpoint of an unfinished run")
 
 

@@ -7,7 +7,7 @@ Invariants:
 - Each role is a child process of a small actor in its bundle, and dies with it.
 - Ray moves the bundle of a lost host to another one, as soon as one has room, be it the lost one again; `move` makes an actor
   there. A buffer and a reward server stay where they are: the others know them by their addresses.
-- The buffer is on the host of this process if that has room: the two hosts whose loss ends a run are then one.
+- The buffer's processes are on the host of this process if that has room: the hosts whose loss ends a run are then one.
 - A role is started only where the run's folder is the one of this host.
 - Ending what cannot be reached takes `END_S` and raises nothing.
 """
@@ -239,7 +239,8 @@ class RayLauncher:
                 f"{', '.join(roles)} want {wanted} {self._resource}s, and Ray has {free} that are free; ask for fewer"
             )
         bundles = dict(zip(roles, self._wishes(roles, cpus), strict=True))
-        pinned = {role: ray.get_runtime_context().get_node_id() for role in bundles if role == BUFFER}
+        here = ray.get_runtime_context().get_node_id()
+        pinned = {role: here for role in bundles if role.partition("-")[0] == BUFFER}
         targets = {} if affinity else pack(bundles, self._room(), pinned, self._resource)
         for role, bundle in bundles.items():
             target = targets.get(role)  # a wish: where it has no room after all, Ray finds another host

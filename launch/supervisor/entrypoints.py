@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from ...buffer.schema import DATABASE
 from ...common.gc import freeze_startup_objects
 from ...common.process import set_parent_death_signal
 from ...common.tasks import Stopped, in_thread, run_or_stop
@@ -53,9 +52,9 @@ Role = Callable[[RunContext, int, HeartbeatSender, asyncio.Event], Awaitable[Non
 
 
 def run_role(name: str, label: str = "", step: int = 0, listen: str = "", *, checkpoint: bool = False) -> int:
-    """Run a role (`buffer`, `engine-0`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`, `evaluator`, `rater`,
-    `reward`) to its end; the exit status. `label` names an evaluation, which is of `step`, and of its `checkpoint` where the run
-    goes on meanwhile; `listen` is an engine's `host:port`."""
+    """Run a role (`buffer`, `buffer-1`, `engine-0`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`, `evaluator`,
+    `rater`, `reward`) to its end; the exit status. `label` names an evaluation, which is of `step`, and of its `checkpoint` where
+    the run goes on meanwhile; `listen` is an engine's `host:port`."""
     set_parent_death_signal()
     setup_logging(name)
     kind, _, index = name.partition("-")
@@ -139,12 +138,12 @@ async def buffer(
     samplers, tasks = await in_thread(functools.partial(make_samplers, inputs), "make_samplers")
     shares = shares_of(context.config.env)
     retries = {reason: failure.retries for reason, failure in context.config.rollout.failures.items()}
-    database = context.dir / DATABASE
+    database = context.dir / f"{heartbeat.role}.sqlite"
     greedy = plays_greedily(context.config.learner.algorithm)
     service = BufferService(
         context.config.buffer,
         database,
-        context.addresses.buffer,
+        (context.addresses.buffer, *context.addresses.buffer_shards)[index],
         shares=shares,
         retries=retries,
         greedy=greedy,
@@ -153,6 +152,7 @@ async def buffer(
         revision=context.revision,
         peers=peers,
         lease_s=context.config.launch.lease_s,
+        shard=index,
     )
     stopped = asyncio.create_task(stop.wait(), name="stop")
     stopped.add_done_callback(lambda _: service.stop())

@@ -96,7 +96,7 @@ def make_buffer_client(context: RunContext, name: str) -> BufferClient:
         return factory(context, name)
     from ...buffer.client import BufferClient
 
-    return BufferClient(context.addresses.buffer, name)
+    return BufferClient(context.addresses.buffer, name, context.addresses.buffer_shards)
 
 
 def _named_by(variable: str) -> Callable[..., Any] | None:
@@ -109,9 +109,11 @@ def _named_by(variable: str) -> Callable[..., Any] | None:
 
 @contextlib.asynccontextmanager
 async def buffer_client(context: RunContext, name: str) -> AsyncIterator[BufferClient]:
-    """`make_buffer_client`, connected to the present process of the buffer."""
-    async with make_buffer_client(context, name) as client, following_peers(context, trusting(client.rpc, "buffer")):
-        yield client
+    """`make_buffer_client`, connected to the present processes of the buffer."""
+    async with make_buffer_client(context, name) as client:
+        trusted = [trusting(connection, role) for role, connection in client.connections.items()]
+        async with following_peers(context, *trusted):
+            yield client
 
 
 @contextlib.asynccontextmanager

@@ -40,6 +40,7 @@ from ...monitor.prometheus import (
     Family,
     Metric,
     RowTotals,
+    buffer_gauges,
     export_evaluations,
     export_processes,
     step_metrics,
@@ -120,7 +121,7 @@ class MetricsEndpoint:
         self._totals.export(to)
         export_evaluations(read_evaluations(self._run_dir / EVALUATIONS), to)
         series = newest_gauges(self._run_dir, now - FRESH_S)
-        self._committed.export(series.get("buffer", {}), to)
+        self._committed.export(buffer_gauges(series), to)
         export_processes(series, to)
         self._export_supervised(to)
         return list(to.families())

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...buffer.schema import process_names
 from ...common.tasks import Stopped, run_or_stop
 from ...common.waits import Wait
 from ...configs import Config
@@ -310,7 +311,7 @@ def role_names(config: Config) -> list[str]:
     models = [f"{kind}-{i}" for kind, ranks in ranks_by_kind(config).items() for i in range(ranks)]
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
     reward = ["reward"] if isinstance(config.reward, ModelReward) else []
-    return [*engines, "buffer", *models, *workers, "evaluator", *reward]
+    return [*engines, *process_names(config.buffer.shards), *models, *workers, "evaluator", *reward]
 
 
 def log_size(log_file: Path) -> int:

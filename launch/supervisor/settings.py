@@ -136,9 +136,12 @@ class SettingsManager:
 
     async def _configure_buffer(self) -> int:
         rules = LiveRules.of(self.context.config.buffer)
-        address = self.context.addresses.buffer
-        async with BufferClient(address, SUPERVISOR, deadline_s=BUFFER_S, pair=self.pair) as buffer:
-            with self.trusting(buffer.rpc, "buffer"):
+        at = self.context.addresses
+        client = BufferClient(at.buffer, SUPERVISOR, at.buffer_shards, deadline_s=BUFFER_S, pair=self.pair)
+        async with client as buffer:
+            with contextlib.ExitStack() as stack:
+                for role, connection in buffer.connections.items():
+                    stack.enter_context(self.trusting(connection, role))
                 return await buffer.configure(self.context.revision, rules)
 
     def _step_of(self, version: int) -> int:

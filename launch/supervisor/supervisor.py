@@ -40,6 +40,7 @@ from typing import Any
 
 import msgspec
 
+from ...buffer.schema import BUFFER, process_names
 from ...common.accelerator import CollectiveBackend
 from ...common.owned_folders import SHARED_MEMORY, WEIGHTS, sweep
 from ...common.tasks import Stopped, run_or_stop
@@ -268,10 +269,12 @@ class Supervisor:
 
     def _context(self, sockets: Addresses) -> RunContext:
         """The context of roles; `sockets` are the supervisor's own."""
-        buffer, reward = self._placements.get("buffer"), self._placements.get("reward")
+        buffer, reward = self._placements.get(BUFFER), self._placements.get("reward")
+        shards = process_names(self.config.buffer.shards)[1:]
         addresses = msgspec.structs.replace(
             sockets,
             buffer=f"tcp://{buffer.address}#" if buffer else "",
+            buffer_shards=tuple(f"tcp://{self._placements[name].address}#" for name in shards if buffer),
             reward=f"{self.config.launch.scheme}://{reward.address}" if reward else "",
         )
         return RunContext(

@@ -1,0 +1,84 @@
+"""Reading the files of a whole buffer as if they were one.
+
+    buffer.sqlite    of a buffer of one process; with shards their clock's: versions and commits
+    buffer-1.sqlite  of a shard: its groups, their episodes and trajectories, and its part of each commit
+
+Invariants:
+- Only reads; the run may be active. A buffer of one process is read as it is.
+- Of several files every table is there as a temporary view of the same name: rows of groups come from the shards, versions from the
+  clock. The views of `schema` are made over these, so a query finds the same columns under the same names.
+- A row of a shard has its `rowid` there times the number of shards, plus the shard's place: no two rows have the same one. Within a
+  shard they rise with time, between shards they do not. What follows new rows follows each of `parts` by itself.
+- Each file is read as of one instant. The ledger of each balances by itself, so their sum does.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from pathlib import Path
+
+from .schema import SCHEMA, connect, require_schema
+
+MAIN = "main"  # SQLite's name of the file that was opened first
+# Tables of which each shard has rows of its own, and their columns besides a `rowid`.
+UNITED = ("groups", "episodes", "trajectories", "failed", "archive")
+VIEWS = re.compile(r"CREATE VIEW IF NOT EXISTS (sampled|accounts|ledger) AS.*?;", re.DOTALL)
+COMMITS = (
+    "CREATE TEMP VIEW commits AS SELECT version, time, (SELECT sum(part.groups) FROM ({parts}) AS part"
+    " WHERE part.version = made.version) AS groups, max_staleness, groups_per_batch, rolled_back FROM main.commits AS made"
+)
+
+
+def shard_paths(path: Path) -> list[Path]:
+    """The files that hold the groups of the buffer at `path`: those of its shards, by number, or `path` itself."""
+    numbered = (
+        (found.stem.removeprefix(f"{path.stem}-"), found) for found in path.parent.glob(f"{path.stem}-*{path.suffix}")
+    )
+    return [found for _, found in sorted((int(n), found) for n, found in numbered if n.isdecimal())] or [path]
+
+
+def shard_path(path: Path, group: int) -> Path:
+    """The one that holds a group."""
+    paths = shard_paths(path)
+    return paths[group % len(paths)]
+
+
+def parts(path: Path) -> list[str]:
+    """What the files with groups are called in a connection of `connect_run`."""
+    paths = shard_paths(path)
+    return [MAIN] if paths == [path] else [f"shard{number}" for number in range(1, len(paths) + 1)]
+
+
+def place_in(part: str) -> int:
+    """The place of a part among all, from 0."""
+    return 0 if part == MAIN else int(part.removeprefix("shard")) - 1
+
+
+def connect_run(path: Path, mode: str) -> sqlite3.Connection:
+    """A connection to all files of the buffer at `path`; `mode` as in SQLite's URIs. Raises StoreError, or sqlite3.Error."""
+    db = connect(path, mode)
+    try:
+        require_schema(db, path)
+        if (shards := shard_paths(path)) != [path]:
+            _unite(db, shards, mode)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _unite(db: sqlite3.Connection, shards: list[Path], mode: str) -> None:
+    names = [f"shard{number}" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        db.execute(f"ATTACH ? AS {name}", (f"{shard.absolute().as_uri()}?mode={mode}",))
+        require_schema(db, shard, name)
+    for table in UNITED:
+        rowid = "" if table == "archive" else f"rowid * {len(names)} + {{place}} AS rowid, "
+        rows = (f"SELECT {rowid.format(place=at)}* FROM {name}.{table}" for at, name in enumerate(names))
+        db.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(rows)}")
+    db.execute(
+        COMMITS.format(parts=" UNION ALL ".join(f"SELECT version, groups FROM {name}.commits" for name in names))
+    )
+    for view in VIEWS.finditer(SCHEMA):
+        db.execute(view[0].replace("CREATE VIEW IF NOT EXISTS", "CREATE TEMP VIEW"))
