@@ -23,12 +23,16 @@ class Ranks(Section, frozen=True):
     """Tokens packed into one forward pass."""
 
 
+Fsdp2Axis = Literal["context", "expert"]
+
+
 class Fsdp2(Ranks, frozen=True, tag_field="kind", tag="fsdp2"):
     """PyTorch fully_shard over a transformers model."""
 
-    parallel: dict[Literal["context"], Positive] = field(default_factory=lambda: {"context": 1})
+    parallel: dict[Fsdp2Axis, Positive] = field(default_factory=lambda: dict.fromkeys(get_args(Fsdp2Axis), 1))
     """`context`: ranks that share the tokens of each row, for sequences too long for one rank; divides `ranks` and the model's
-    heads. The other ranks are data parallel."""
+    heads. The other ranks are data parallel. `expert`: ranks that split the experts of a mixture, of whatever rows; divides
+    `ranks` and the experts."""
     options: tuple[Option, ...] = ()
     """`recompute`: keep only each layer's input and recompute activations in the backward pass, for less memory and about a third
     more work. `compile`: torch.compile every layer but its attention; the first steps of a process take minutes. `offload`, not
@@ -43,6 +47,10 @@ class Fsdp2(Ranks, frozen=True, tag_field="kind", tag="fsdp2"):
     @property
     def context_parallel(self) -> int:
         return self.parallel.get("context", 1)
+
+    @property
+    def expert_parallel(self) -> int:
+        return self.parallel.get("expert", 1)
 
 
 MegatronAxis = Literal["tensor", "pipeline", "virtual", "context", "expert"]

@@ -271,6 +271,16 @@ def _backend(config: Config) -> Iterator[str]:
                 f"{key}.parallel.context={split} does not divide {key}.ranks={backend.ranks}: "
                 "some ranks would have no row to share; allowed are divisors of ranks"
             )
+        if backend.ranks % backend.expert_parallel:
+            yield (
+                f"{key}.parallel.expert={backend.expert_parallel} does not divide {key}.ranks={backend.ranks}: "
+                "some ranks would lack the others' experts; allowed are divisors of ranks"
+            )
+        if backend.expert_parallel > 1 and "liger" in backend.options:
+            yield (
+                f"{key}.parallel.expert={backend.expert_parallel} with {key}.options=[liger]: Liger has a class of its own for "
+                "experts, which expects all of them; leave one of the two out"
+            )
         if backend.device == "cpu":
             for option in {"offload", "liger"}.intersection(backend.options):
                 yield f"{key}.options=[{option}] is for GPUs; {key}.device=cpu allows recompute and compile"
@@ -350,9 +360,9 @@ def _aux_models(config: Config) -> Iterator[str]:
             f"learner.aux_models.critic={processes['critic']}: no auxiliary model learns in this algorithm; allowed are 0, or "
             f"{key}.advantage.kind of gae or prime"
         )
-    unit = copy_ranks(learner.backend)
-    if isinstance(learner.backend, Megatron):
-        unit = math.lcm(unit, learner.backend.pipeline_parallel * learner.backend.expert_parallel)
+    backend = learner.backend
+    stages = backend.pipeline_parallel if isinstance(backend, Megatron) else 1
+    unit = math.lcm(copy_ranks(backend), stages * backend.expert_parallel)
     for kind, ranks in processes.items():
         whole = kind == "critic" and isinstance(algorithm.advantage, Gae)  # it is not split as the policy is
         if ranks > 1 and ranks % unit and not whole:

@@ -46,7 +46,7 @@ def learner(inputs: RunInputs) -> str:
     from ..learner.algorithms import own
     from ..learner.distributed import choose_device
     from ..learner.fsdp2 import liger
-    from ..learner.fsdp2.parallelism import check_heads
+    from ..learner.fsdp2.parallelism import check_experts, check_heads
     from ..learner.megatron import fit
     from ..learner.model import read_config, read_routers
 
@@ -61,6 +61,7 @@ def learner(inputs: RunInputs) -> str:
             fit.check_layout(chosen, model)
         else:
             check_heads(model, chosen.context_parallel)
+            check_experts(model, chosen.expert_parallel)
             if "liger" in chosen.options and not placed_by_ray(config):
                 liger.check(choose_device(chosen.device), model)
     if REPLAY in chosen.options:

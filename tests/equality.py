@@ -109,6 +109,7 @@ def plain_loop(
     sequence_mean: bool = False,
     dtype: torch.dtype = torch.float32,
     lora_rank: int = 0,
+    lora_targets: str | list[str] = "all-linear",
     attention: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """The same three steps by hand: one sequence at a time, transformers' own attention, torch's AdamW, peft's own wrapper.
@@ -116,12 +117,13 @@ def plain_loop(
     Args:
         dtype: of forward and backward; weights and optimizer are float32.
         lora_rank: of adapters, which are merged at the end; 0 trains the model.
+        lora_targets: what has them; of a mixture peft takes its fused experts for linear layers.
         attention: transformers' name of it, `eager` where only that one has soft caps; None for its own choice.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     if lora_rank:
         torch.manual_seed(lora.SEED)
-        model = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=lora.ALPHA, target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=lora.ALPHA, target_modules=lora_targets))
     parameters = dict(model.named_parameters())
     matrices = [p for p in parameters.values() if p.ndim > 1 and p.requires_grad]
     vectors = [p for p in parameters.values() if p.ndim == 1 and p.requires_grad]
@@ -169,7 +171,8 @@ def assert_bfloat16_noise(
     found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], folder: str
 ) -> None:
     """What three steps from the model in `folder` made in bfloat16 is about as near to float32 as a plain bfloat16 loop."""
-    start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = revert_weight_conversion(model, dict(model.state_dict()))
 
     def distance(ours: dict[str, torch.Tensor]) -> float:
         """Of what three steps did, as a share of what they do in float32. Weights are served in bfloat16, and compared so."""

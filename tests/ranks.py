@@ -1,6 +1,6 @@
-"""One rank here and two there: jobs of three steps by FSDP2, and what starts the two for any backend.
+"""One rank here and several there: jobs of three steps by FSDP2, and what starts the several for any backend.
 
-Two ranks are two processes of this Python on the loopback; they are started once for a list of jobs and do them in turn.
+Ranks are processes of this Python on the loopback; they are started once for a list of jobs and do them in turn.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run_on_one_rank(jobs: Sequence[Job]) -> None:
 
 
 def run_in_turn(jobs: Sequence[Job]) -> Fsdp2Backend:
-    """What each of two ranks does first. Returns the backend of the last job, open."""
+    """What each of several ranks does first. Returns the backend of the last job, open."""
     for index, job in enumerate(jobs):
         os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[index]
         backend = open_backend(job.model, job.dtype, job.config)
@@ -112,18 +112,22 @@ def reserved_ports(count: int) -> list[int]:
 
 
 def run_on_two_ranks(root: Path, script: str, jobs: Sequence[msgspec.Struct], *arguments: str) -> None:
-    """Run `script` twice, with the jobs as JSON and `arguments`; it is to do them in turn, each at its own of `PORTS`. Logs go to
-    `root`."""
+    run_on_ranks(2, root, script, jobs, *arguments)
+
+
+def run_on_ranks(count: int, root: Path, script: str, jobs: Sequence[msgspec.Struct], *arguments: str) -> None:
+    """Run `script` `count` times, with the jobs as JSON and `arguments`; it is to do them in turn, each at its own of `PORTS`. Logs
+    go to `root`."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "PORTS": ",".join(map(str, reserved_ports(len(jobs)))),
     }
     payload = json.dumps([msgspec.to_builtins(job) for job in jobs])
     command = [sys.executable, script, payload, *arguments]
-    logs = [(root / f"rank-{rank}.log").open("w+") for rank in range(2)]
+    logs = [(root / f"rank-{rank}.log").open("w+") for rank in range(count)]
     ranks = [
         subprocess.Popen(
             command,
@@ -140,9 +144,9 @@ def run_on_two_ranks(root: Path, script: str, jobs: Sequence[msgspec.Struct], *a
             process.kill()
     for log in logs:
         log.seek(0)
-    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
+    assert codes == [0] * count, "\n".join(log.read()[-3000:] for log in logs)
 
 
 def jobs_of(payload: str) -> list[Job]:
-    """The jobs that `run_on_two_ranks` passes."""
+    """The jobs that `run_on_ranks` passes."""
     return msgspec.json.decode(payload, type=list[Job])

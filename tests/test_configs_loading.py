@@ -405,6 +405,27 @@ def test_a_missing_file_names_the_presets():
             ["learner.backend.parallel.context=2", "learner.backend.ranks=1", "divisors of ranks"],
         ),
         (
+            ["learner.backend.parallel.expert=2", "learner.backend.ranks=3"],
+            ["learner.backend.parallel.expert=2 does not divide learner.backend.ranks=3", "divisors of ranks"],
+        ),
+        (
+            [
+                "learner.backend.parallel.expert=2",
+                "learner.backend.ranks=2",
+                "learner.backend.options=[liger]",
+            ],
+            ["learner.backend.parallel.expert=2 with learner.backend.options=[liger]", "leave one of the two out"],
+        ),
+        (
+            [
+                "learner.backend.parallel.expert=4",
+                "learner.backend.ranks=4",
+                "learner.aux_models.reference=2",
+                "learner.algorithm.kl={kind: loss}",
+            ],
+            ["learner.aux_models.reference=2: learner.backend splits a model", "over 4 ranks", "multiples of 4"],
+        ),
+        (
             ["learner.backend.options=[offload]", "learner.backend.device=cpu"],
             ["learner.backend.options=[offload]", "learner.backend.device=cpu allows recompute and compile"],
         ),
@@ -554,6 +575,7 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
         ["learner.backend.device=cuda"],
         ["learner.backend.device=cuda", "learner.backend.options=[offload]"],
         ["learner.backend.ranks=4", "learner.backend.parallel.context=2", "learner.backend.lora_rank=8"],
+        ["learner.backend.ranks=4", "learner.backend.parallel={context: 2, expert: 4}"],
         [
             "learner.aux_models={reference: 1, critic: 3}",
             "learner.algorithm={advantage: {kind: gae}, kl: {kind: loss}}",

@@ -69,11 +69,18 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(model) -> dict[str, dict[str, torch.Tensor]]:
+def mixture(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"), tied=False, moe=True)
+
+
+@pytest.fixture(scope="module")
+def expected(model, mixture) -> dict[str, dict[str, torch.Tensor]]:
     return {
         "whole": plain_loop(model),
         "lora": plain_loop(model, lora_rank=4),
         "bf16": plain_loop(model, dtype=torch.bfloat16),
+        "experts": plain_loop(mixture),
+        "bf16 experts": plain_loop(mixture, dtype=torch.bfloat16),
     }
 
 
@@ -108,7 +115,7 @@ def test_bfloat16_is_as_near_to_float32_as_a_plain_bfloat16_loop(
 
 
 @pytest.fixture(scope="module")
-def two(model, tmp_path_factory) -> Path:
+def two(model, mixture, tmp_path_factory) -> Path:
     """What two ranks made of every job; Liger is last, because it stays in a process."""
     root = tmp_path_factory.mktemp("two")
     jobs = [
@@ -118,6 +125,9 @@ def two(model, tmp_path_factory) -> Path:
         Job(model, 34, str(root / "resumed"), held(parallel={"context": 2}), first=2, load=str(root / "saved")),
         Job(model, 34, str(root / "bf16"), held(), dtype="bfloat16"),
         Job(model, 34, str(root / "bf16 shared"), held(parallel={"context": 2}), dtype="bfloat16"),
+        Job(mixture, 34, str(root / "experts"), held(parallel={"expert": 2})),
+        Job(mixture, 34, str(root / "experts recomputed"), held(parallel={"expert": 2}, options=("recompute",))),
+        Job(mixture, 34, str(root / "bf16 experts"), held(parallel={"expert": 2}), dtype="bfloat16"),
         Job(model, 34, str(root / "liger"), held(options=("liger",))),
         Job(model, 34, str(root / "bf16 liger"), held(options=("liger",)), dtype="bfloat16"),
     ]
@@ -128,6 +138,16 @@ def two(model, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", ["whole", "shared", "offloaded", "resumed", "liger"])
 def test_two_ranks_over_nccl_equal_a_plain_loop(two, expected, name: str) -> None:
     assert_three_steps(load_file(two / name), expected["whole"], first=2 if name == "resumed" else 0)
+
+
+@pytest.mark.parametrize("name", ["experts", "experts recomputed"])
+def test_two_ranks_that_divide_experts_over_nccl_equal_a_plain_loop(two, expected, name: str) -> None:
+    assert_three_steps(load_file(two / name), expected["experts"])
+
+
+def test_two_ranks_that_divide_experts_over_nccl_in_bfloat16(two, expected, mixture) -> None:
+    found = load_file(two / "bf16 experts")
+    assert_bfloat16_noise(found, expected["experts"], expected["bf16 experts"], mixture)
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16 shared", "bf16 liger"])

@@ -39,6 +39,7 @@ RECOMPUTE = Fsdp2(device="cpu", options=("recompute",))
 SHARED = Fsdp2(device="cpu", parallel={"context": 2})
 SHARED_RECOMPUTE = Fsdp2(device="cpu", parallel={"context": 2}, options=("recompute",))
 LORA = Fsdp2(device="cpu", lora_rank=4)
+DIVIDED = Fsdp2(device="cpu", parallel={"expert": 2})
 SHARED_LORA = Fsdp2(device="cpu", parallel={"context": 2}, lora_rank=4, options=("recompute",))
 
 
@@ -101,6 +102,7 @@ def results(model, models, tmp_path_factory) -> Path:
         job("2 capped shared", SHARED),
         job("2 sinks", Fsdp2(device="cpu")),
         job("2 sinks shared", SHARED),
+        job("2 sinks divided", DIVIDED),
         job("2 lora", LORA),
         job("2 lora shared", SHARED_LORA, save="from 2 shared lora"),
         job("2 bf16", Fsdp2(device="cpu"), dtype="bfloat16"),
@@ -134,6 +136,7 @@ def results(model, models, tmp_path_factory) -> Path:
         "2 capped shared",
         "2 sinks",
         "2 sinks shared",
+        "2 sinks divided",
         "2 lora",
         "2 lora shared",
         "2 lora shared, from 1",

@@ -269,6 +269,7 @@ def compute(job: Job) -> Backend:
 TWO: dict[str, Fsdp2 | Megatron] = {
     "fsdp2": msgspec.structs.replace(REPLAY, ranks=2),
     "fsdp2-context": msgspec.structs.replace(REPLAY, ranks=2, parallel={"context": 2}),
+    "fsdp2-experts": msgspec.structs.replace(REPLAY, ranks=2, parallel={"expert": 2}),
     "megatron-experts": Megatron(ranks=2, parallel={"expert": 2}, options=("router_replay",)),
     "megatron-tensor-experts": Megatron(ranks=2, parallel={"tensor": 2, "expert": 2}, options=("router_replay",)),
     "megatron-pipeline": Megatron(ranks=2, parallel={"pipeline": 2}, options=("router_replay",)),

@@ -3,7 +3,7 @@
 Invariants:
 - Weights, gradients and AdamW moments are float32 and sharded over all ranks; bfloat16 is only for computing, gathering, serving.
 - Every rank makes the same number of passes: ranks with fewer rows add passes without a trained token.
-- Recomputed activations, offload and shared rows change where and when values are computed, never the values.
+- Recomputed activations, offload, shared rows and divided experts change where and when values are computed, never the values.
 - A step depends on neither the number of ranks nor the packing: FSDP averages gradients over all ranks, so each loss sum is scaled
   by world size / global trained tokens. Ranks that share a row have parts of its gradient.
 - The weights change only after the loss and the gradient norm are finite on every rank.
@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -38,8 +39,8 @@ from ..logprobs import token_logprobs
 from ..model import make_model, read_config, read_routers
 from ..packing import MicroBatch, microbatches_of_first
 from ..weight_reader import WeightReader
-from . import attention, checkpoint, gathering, liger, lora
-from .parallelism import DataParallelGroups, check_heads
+from . import attention, checkpoint, experts, gathering, liger, lora
+from .parallelism import DataParallelGroups, check_experts, check_heads
 from .replay import replay_in
 
 
@@ -61,9 +62,12 @@ class Fsdp2Model(ShardedModel):
             liger.apply(family.model_type)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self._model = self._make_model(model.path)
+        kinds = self._model._no_split_modules or ()
+        self._layers = [module for module in self._model.modules() if type(module).__name__ in kinds]
         weights = WeightReader(model.path, self._model, self._not_stored())
         places = _places(self._model)
         check_heads(self._model.config, config.context_parallel)
+        check_experts(self._model.config, config.expert_parallel)
         self._choices = replay_in(self._model) if self.routers is not None else None
         self._adapted = config.lora_rank > 0
         if self._adapted:
@@ -72,14 +76,17 @@ class Fsdp2Model(ShardedModel):
             _recompute(self._model)
         if "compile" in config.options:
             attention.hide_from_compiler()
-            for layer in self._layers():
+            experts.hide_from_compiler()
+            for layer in self._layers:
                 layer.compile(dynamic=True)
-        self._groups = DataParallelGroups(self.device, config.context_parallel, timeout_s)
+        self._groups = DataParallelGroups(self.device, config.context_parallel, config.expert_parallel, timeout_s)
         self.rank, self.world_size = self._groups.rank, self._groups.size
         self.data_rank, self.data_size = self._groups.data_rank, self._groups.data_size
         self._data, self._context = self._groups.data, self._groups.context
         self.leads_rows = self._context is None or self._context.rank == 0
         self.shares_prefixes = self._context is None  # a rank's part of a row may end within a prompt
+        divided = self._groups.experts
+        self._experts = None if divided is None else experts.DividedExperts(self._model, divided)
         self._shard(self._dtype, "offload" in config.options)
         try:
             self._read(weights, places)
@@ -133,7 +140,7 @@ class Fsdp2Model(ShardedModel):
             for name, parameter in unit.items():
                 if only in name:
                     with all_ranks_agree("gathering weights"):
-                        whole[name] = gathering.to_first(parameter, self._dtype)
+                        whole[name] = gathering.to_first(parameter, self._dtype, self._parts(name))
             if self.rank == 0:
                 yield from _one_by_one(form(whole))
         if self.rank == 0 and not only:
@@ -142,7 +149,7 @@ class Fsdp2Model(ShardedModel):
 
     def _units(self) -> list[dict[str, torch.nn.Parameter]]:
         """What is gathered at the same time: a layer, whose parameters may be converted together, or one parameter of no layer."""
-        layers = {id(module) for module in self._model.modules() if isinstance(module, FSDPModule)}
+        layers = set(map(id, self._layers))
         units = [
             {f"{prefix}.{name}": parameter for name, parameter in layer.named_parameters()}
             for prefix, layer in self._model.named_modules()
@@ -166,13 +173,15 @@ class Fsdp2Model(ShardedModel):
         if dtype is not torch.float32:
             precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-        for layer in self._layers():
+        if self._experts is not None:
+            self._experts.shard(precision, policy)
+        for layer in self._layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=policy)
         fully_shard(self._model, mesh=mesh, mp_policy=precision, offload_policy=policy)
 
-    def _layers(self) -> list[torch.nn.Module]:
-        kinds = self._model._no_split_modules or ()
-        return [module for module in self._model.modules() if type(module).__name__ in kinds]
+    def _parts(self, name: str) -> int:
+        """Into how many parts a parameter is divided before it is sharded (`gathering.py`)."""
+        return self._experts.group.size if self._experts is not None and name in self._experts.names else 1
 
     def _score(self, row: MicroBatch, temperature: float, candidates: torch.Tensor | None = None) -> torch.Tensor:
         """float32[N, 2] on the device, 0 where not trained: the log-prob and the entropy of each token. With `candidates` int64[N,
@@ -206,10 +215,10 @@ class Fsdp2Model(ShardedModel):
         inputs["input_ids"] = token_ids[None, part].to(self.device)
         inputs["position_ids"] = position_ids[None, part].to(self.device)
         if self._choices is not None:
-            experts = None if row.experts is None else row.experts[tree.kept]
-            if experts is not None and self._context is not None:
-                experts = self._context.fill_with_zeros(experts)[part]
-            self._choices.load(experts, self.device)
+            recorded = None if row.experts is None else row.experts[tree.kept]
+            if recorded is not None and self._context is not None:
+                recorded = self._context.fill_with_zeros(recorded)[part]
+            self._choices.load(recorded, self.device)
         outputs = outputs_at(inputs, predicting - part.start, targets)
         whole = outputs.new_zeros(len(row.token_ids), outputs.shape[1]).index_copy(0, targets, outputs)
         return whole if self._context is None else self._context.complete(whole)
@@ -229,14 +238,7 @@ class Fsdp2Model(ShardedModel):
             module, attribute = places[name]
             return getattr(module, attribute)
 
-        def rows(name: str) -> slice:
-            tensor = held(name)
-            if not isinstance(tensor, DTensor):
-                return slice(None)
-            each = -(-len(tensor) // self.world_size)  # as torch.chunk cuts it
-            return slice(self.rank * each, self.rank * each + len(tensor.to_local()))
-
-        for name, tensor in weights.read(rows):
+        for name, tensor in weights.read(lambda name: gathering.rows_here(held(name), self._parts(name))):
             here = held(name)
             (here.to_local() if isinstance(here, DTensor) else here).copy_(tensor)
         weights.close()
@@ -308,14 +310,23 @@ class Fsdp2Backend(Backend, Fsdp2Model):
             (output.loss_sum * scale).backward()
             for name, value in {**output.sums, "loss": output.loss_sum}.items():
                 totals[name] = totals.get(name, 0.0) + value.detach().to(where).double()
+        if self._experts is not None:
+            self._experts.average_gradients()
         names = sorted(totals)
         stacked = torch.stack([totals[name] for name in names])
         dist.all_reduce(stacked, group=self._data)
         return dict(zip(names, stacked.tolist(), strict=True))
 
+    @torch.no_grad()
     def _clip_gradients(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        # Every number of a gradient is on one rank, in DTensors of several meshes where experts are divided.
+        local = [p.grad.to_local() for p in self._parameters if isinstance(p.grad, DTensor)]
+        square = torch.nn.utils.get_total_norm(local).square()
+        dist.all_reduce(square)
+        factor = (self._clip_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        for gradient in local:
+            gradient.mul_(factor)
+        return math.sqrt(float(square))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._adapted:
@@ -328,11 +339,11 @@ class Fsdp2Backend(Backend, Fsdp2Model):
 
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:
         with all_ranks_agree(f"saving {directory}"):
-            return checkpoint.save(self._saver, directory, self._model, self._optimizer, state)
+            return checkpoint.save(self._saver, directory, self._model, self._optimizer, state, self._experts)
 
     def load(self, directory: Path) -> CheckpointState:
         with all_ranks_agree(f"loading {directory}"):
-            return checkpoint.load(directory, self._model, self._optimizer, of=self._source)
+            return checkpoint.load(directory, self._model, self._optimizer, self._experts, of=self._source)
 
     def export(self, directory: Path) -> None:
         with all_ranks_agree(f"exporting {directory}"):

@@ -1,11 +1,12 @@
 """Checkpoints in torch's distributed format (`learner/checkpoint.py`): the weights that are trained and their AdamW state as they
-were when `save` was called, by parameter name, so that any number of ranks can read them."""
+were when `save` was called, by parameter name, so that any number of ranks can read them, however these divide experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -14,10 +15,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 
 from ...errors import CheckpointError
 from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
 from . import lora
+from .experts import DividedExperts
 
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 
@@ -27,12 +30,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def save(
-    saver: Saver, directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: CheckpointState
+    saver: Saver,
+    directory: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: CheckpointState,
+    experts: DividedExperts | None,
 ) -> Future[None]:
     """Collective. Begin to write `directory`, replacing one of the same name: see `Saver.begin`."""
     # Copies, CPU tensors too: the next step changes the originals while the thread writes.
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    content = stager.stage(_content(model, optimizer))
+    content = stager.stage(_content(model, optimizer, experts))
     stager.close()
     assert isinstance(content, dict)
 
@@ -42,12 +50,19 @@ def save(
     return saver.begin(directory, state, write)
 
 
-def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, of: str) -> CheckpointState:
+def load(
+    directory: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    experts: DividedExperts | None,
+    *,
+    of: str,
+) -> CheckpointState:
     """Collective. Read `directory` into `model`, which is that `of` a folder, and `optimizer`, sharded as they are now. Raises
     CheckpointError where the folder is incomplete, or of another model, LearnerError where it could not be read this time."""
     try:
         state = read_state(directory)
-        content = _content(model, optimizer)
+        content = _content(model, optimizer, experts)
         entries = FileSystemReader(directory).read_metadata().state_dict_metadata.items()
         # Moments have the names of trained weights; the state dict of a tied model has its head twice.
         saved = {
@@ -61,6 +76,8 @@ def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
         dcp_load(content, checkpoint_id=directory)
     except READING as error:
         raise unreadable(directory, error) from error
+    if experts is not None:
+        content = _with_experts(content, experts, experts.part)
     set_state_dict(
         model,
         optimizer,
@@ -71,12 +88,30 @@ def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
     return state
 
 
-def _content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> STATE_DICT_TYPE:
-    """What a checkpoint holds: `model`, trained weights by name, and `optimizer`, AdamW's state and groups by those names."""
+def _content(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, experts: DividedExperts | None
+) -> STATE_DICT_TYPE:
+    """What a checkpoint holds: `model`, trained weights by name, and `optimizer`, AdamW's state and groups by those names. They
+    share memory with those of `model` and `optimizer`."""
     if not optimizer.state:
         _begin_states(optimizer)  # torch would take a step with gradients of 0, which counts
     weights, moments = get_state_dict(model, optimizer, options=TRAINED_ONLY)
-    return {"model": weights, "optimizer": moments}
+    content: STATE_DICT_TYPE = {"model": weights, "optimizer": moments}
+    return content if experts is None else _with_experts(content, experts, experts.whole)
+
+
+def _with_experts(
+    content: STATE_DICT_TYPE, experts: DividedExperts, form: Callable[[DTensor], DTensor]
+) -> STATE_DICT_TYPE:
+    """`content` with the `form` of weights and moments of experts in their place."""
+
+    def formed(name: str, value: Any) -> Any:
+        return form(value) if name in experts.names and isinstance(value, DTensor) else value
+
+    moments = content["optimizer"]
+    state = {name: {key: formed(name, value) for key, value in one.items()} for name, one in moments["state"].items()}
+    weights = {name: formed(name, value) for name, value in content["model"].items()}
+    return {"model": weights, "optimizer": {**moments, "state": state}}
 
 
 def _begin_states(optimizer: torch.optim.Optimizer) -> None:

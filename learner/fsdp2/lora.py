@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) through peft: W + alpha / rank B A, with W frozen.
 
-Every linear layer but the output has one; fused experts have none. B starts at 0 and A is drawn from a fixed seed: the policy
-starts as the base, the same on any number of ranks. Pushes and checkpoints have the adapters only; an export is the merged model.
+Every linear layer but the output has one; fused experts and routers have none. B starts at 0 and A is drawn from a fixed seed: the
+policy starts as the base, the same on any number of ranks. Pushes and checkpoints have the adapters only; an export is the merged
+model.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ def adapt(model: PreTrainedModel, rank: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and only adapters need it
 
     config = LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear")
+    # Of a transformers model peft would adapt fused experts and routers, too, by the names that they had as linear layers.
+    layers = torch.nn.ModuleDict({model.base_model_prefix: model.base_model})
+    model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        inject_adapter_in_model(config, model)
+        inject_adapter_in_model(config, layers)
 
 
 def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
