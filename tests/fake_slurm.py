@@ -26,6 +26,10 @@ STATE = "FAKE_SLURM"  # variable with the folder of the cluster's state
 PROGRAMS = ("sbatch", "srun", "scontrol", "sinfo")
 NUMBER = "0123456789"
 
+KILL_S = 3.0
+"""Between the SIGTERM and the SIGKILL at the end of a job: KillWait in Slurm's configuration, there 30 s by default. What is left
+then are nodes of Ray, which drain until they are killed."""
+
 
 class FakeSlurm:
     """A cluster of `NODES`. `programs` goes to the front of the PATH of those who submit."""
@@ -105,7 +109,7 @@ class FakeSlurm:
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
-        for process in psutil.wait_procs(left, timeout=20)[1]:
+        for process in psutil.wait_procs(left, timeout=KILL_S)[1]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         shell.wait()
