@@ -34,6 +34,7 @@ from .. import checkpoint as folders
 from ..backend import Backend, PolicyLoss, Scorer, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, device_of_sums, new_gloo_group
+from ..freed_memory import FreedMemory
 from ..logprobs import token_logprobs
 from ..model import make_model, read_config, read_routers
 from ..packing import MicroBatch, microbatches_of_first
@@ -128,14 +129,16 @@ class Fsdp2Model(ShardedModel):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root stays whole after a forward pass
-        for unit in self._units():
-            whole: dict[str, torch.Tensor] = {}
-            for name, parameter in unit.items():
-                if only in name:
-                    with all_ranks_agree("gathering weights"):
-                        whole[name] = gathering.to_first(parameter, self._dtype)
-            if self.rank == 0:
-                yield from _one_by_one(form(whole))
+        with FreedMemory() as freed:
+            for unit in self._units():
+                whole: dict[str, torch.Tensor] = {}
+                for name, parameter in unit.items():
+                    if only in name:
+                        with all_ranks_agree("gathering weights"):
+                            whole[name] = gathering.to_first(parameter, self._dtype)
+                        freed.passed(parameter.nbytes)
+                if self.rank == 0:
+                    yield from _one_by_one(form(whole))
         if self.rank == 0 and not only:
             for name, buffer in form(self._stored_buffers()).items():
                 yield name, buffer.clone()
@@ -236,9 +239,11 @@ class Fsdp2Model(ShardedModel):
             each = -(-len(tensor) // self.world_size)  # as torch.chunk cuts it
             return slice(self.rank * each, self.rank * each + len(tensor.to_local()))
 
-        for name, tensor in weights.read(rows):
-            here = held(name)
-            (here.to_local() if isinstance(here, DTensor) else here).copy_(tensor)
+        with FreedMemory() as freed:
+            for name, tensor in weights.read(rows):
+                here = held(name)
+                (here.to_local() if isinstance(here, DTensor) else here).copy_(tensor)
+                freed.passed(tensor.nbytes)
         weights.close()
 
     def _outputs_at(

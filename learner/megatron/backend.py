@@ -36,6 +36,7 @@ from .. import checkpoint as folders
 from ..backend import Backend, PolicyLoss, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, join, new_gloo_group
+from ..freed_memory import FreedMemory
 from ..logprobs import token_logprobs
 from ..model import make_model, read_routers
 from ..packing import MicroBatch, microbatches_of_first
@@ -77,9 +78,10 @@ class MegatronModel(ShardedModel):
         self._parts = build(source, self._layout, self._dtype, self.device)
         self._choices = self._replay = None if self.routers is None else MegatronReplay(self._parts)
         self._passed = self._prepared()
-        with torch.no_grad():
+        with torch.no_grad(), FreedMemory() as freed:
             for parameter, shard in shards_of(self._parts, weights):
                 self._write(parameter, shard)
+                freed.passed(shard.nbytes)
         weights.close()
         self._source = source
 

@@ -39,11 +39,14 @@ SUBSTITUTIONS = tuple(
 
 ZEROS = """
 def _zeros(shape, dtype, device=None, requires_grad=False):
-    import math, numpy
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, numpy.uint8)).view(dtype).view(shape)
+    import math, mmap
+    size = math.prod((shape,) if isinstance(shape, int) else shape) * dtype.itemsize
+    if size < 1 << 20:
+        return torch.zeros(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 """
-"""numpy takes zeros from the kernel; torch writes them."""
+"""Pages of the kernel are zero; torch, and numpy in memory that was used before, would write zeros to them."""
 
 ADDITIONS = {
     f"{PACKAGE}.distributed.param_and_grad_buffer": ZEROS,

@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...configs.backends import Megatron
+from ..freed_memory import FreedMemory
 from .layout import groups as among
 from .mapping import global_name, hugging, is_expert, megatron, rule_of
 from .spec import block_spec
@@ -179,9 +180,10 @@ def full_weights(parts: Sequence[MegatronPolicy]) -> Iterator[tuple[str, torch.T
     dist.all_gather_object(plan, [(name, one.shape) for name, one in local.items()], group=stages)
     # The ranks that have this rank's part of each stage; shards meet in the first.
     column = dist.get_process_group_ranks(stages)
-    for stage, names in enumerate(plan):
-        for name, shape in names:
-            if name == "output_layer.weight" and parts[0].share_embeddings_and_output_weights:
+    tied = parts[0].share_embeddings_and_output_weights
+    with FreedMemory() as freed:
+        for stage, name, shape in ((stage, *one) for stage, names in enumerate(plan) for one in names):
+            if name == "output_layer.weight" and tied:
                 continue
             if column[0] not in _shards_with_first(name):
                 continue
@@ -196,6 +198,7 @@ def full_weights(parts: Sequence[MegatronPolicy]) -> Iterator[tuple[str, torch.T
                 continue
             if stages.rank() == 0:
                 yield from _assembled(name, shard, parts[0].config)
+            freed.passed(shard.nbytes)
 
 
 def _shards_with_first(name: str) -> Sequence[int]:
