@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, LoraModel
 from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
 from slipstream.configs.schema import Optimizer
 from slipstream.errors import LearnerError
+from slipstream.learner import lora
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.backend import Backend, PolicyLoss
 from slipstream.learner.batch import TrainBatch
-from slipstream.learner.fsdp2 import lora
 from slipstream.learner.packing import MicroBatch, microbatches, with_proximal
 from slipstream.tests.columns import joined, sequence
 from tokenizers import Tokenizer
@@ -121,7 +121,9 @@ def plain_loop(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     if lora_rank:
         torch.manual_seed(lora.SEED)
-        model = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=lora.ALPHA, target_modules="all-linear"))
+        layers = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+        config = LoraConfig(r=lora_rank, lora_alpha=lora.ALPHA, target_modules=layers)
+        adapters = LoraModel(torch.nn.ModuleDict({"model": model}), config, "default")
     parameters = dict(model.named_parameters())
     matrices = [p for p in parameters.values() if p.ndim > 1 and p.requires_grad]
     vectors = [p for p in parameters.values() if p.ndim == 1 and p.requires_grad]
@@ -149,7 +151,7 @@ def plain_loop(
         optimizer.step()
         optimizer.zero_grad()
     if lora_rank:
-        model = model.merge_and_unload()
+        adapters.merge_and_unload()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {"numbers": numbers} | revert_weight_conversion(model, weights)
 

@@ -31,7 +31,8 @@ from ...configs.backends import REPLAY, Fsdp2
 from ...configs.schema import Model, Optimizer
 from ...errors import ConfigError
 from .. import checkpoint as folders
-from ..backend import Backend, PolicyLoss, Scorer, ShardedModel
+from .. import lora
+from ..backend import Backend, PolicyLoss, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, device_of_sums, new_gloo_group
 from ..freed_memory import FreedMemory
@@ -39,7 +40,7 @@ from ..logprobs import token_logprobs
 from ..model import make_model, read_config, read_routers
 from ..packing import MicroBatch, microbatches_of_first
 from ..weight_reader import WeightReader
-from . import attention, checkpoint, gathering, liger, lora
+from . import attention, checkpoint, gathering, liger
 from .parallelism import DataParallelGroups, check_heads
 from .replay import replay_in
 
@@ -254,31 +255,6 @@ class Fsdp2Model(ShardedModel):
         return token_logprobs(self._model(logits_to_keep=positions, **inputs).logits[0], targets, temperature)
 
 
-class WithoutAdapters(Scorer):
-    """The model of `policy` without its adapters. It has no tensors of its own."""
-
-    def __init__(self, policy: Fsdp2Model) -> None:
-        self._policy = policy
-
-    def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
-        from peft.helpers import rescale_adapter_scale
-
-        # peft's own switch would freeze and unfreeze parameters that FSDP2 has copied.
-        with rescale_adapter_scale(self._policy._model, 0):
-            own = [msgspec.structs.replace(row, experts=None) for row in rows]  # another policy, which routes by itself
-            return self._policy.logprobs(own, temperature)
-
-    def top_logprobs(self, rows: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
-        from peft.helpers import rescale_adapter_scale
-
-        with rescale_adapter_scale(self._policy._model, 0):
-            own = [msgspec.structs.replace(row, experts=None) for row in rows]
-            return self._policy.top_logprobs(own, count)
-
-    def close(self) -> None:
-        """See `Scorer.close`. The policy stays."""
-
-
 class Fsdp2Backend(Backend, Fsdp2Model):
     """The caller reads the learning rate and warm-up of `optimizer`, and gives each step its rate."""
 
@@ -327,9 +303,13 @@ class Fsdp2Backend(Backend, Fsdp2Model):
             return self._gathered(lora.only_adapters, only=lora.ADAPTERS)
         return self._gathered(self._as_stored)
 
-    def without_adapters(self) -> WithoutAdapters | None:
-        """The frozen model under the adapters, which lives as long as this backend; None where all weights are trained."""
-        return WithoutAdapters(self) if self._adapted else None
+    def without_adapters(self) -> lora.WithoutAdapters | None:
+        if not self._adapted:
+            return None
+        from peft.helpers import rescale_adapter_scale
+
+        # peft's own switch would freeze and unfreeze parameters that FSDP2 has copied.
+        return lora.WithoutAdapters(self, lambda: rescale_adapter_scale(self._model, 0))
 
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:
         with all_ranks_agree(f"saving {directory}"):

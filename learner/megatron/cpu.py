@@ -73,6 +73,10 @@ MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _on_host
     f"{PACKAGE}.transformer.moe.moe_utils": """
 te_general_gemm = globals().get("te_general_gemm")
 """,
+    # Without TransformerEngine its layers can be imported all the same, as mocks.
+    f"{PACKAGE}.transformer.multi_latent_attention": """
+HAVE_TE = HAVE_TE and isinstance(TELinear, type)
+""",
     # torch's AdamW keeps a step count that is not saved with the moments; and main weights may be views of leaves.
     f"{PACKAGE}.optimizer.distrib_optimizer": """
 @torch.no_grad()
