@@ -21,6 +21,9 @@ class Ranks(Section, frozen=True):
     `megatron` there is `cuda`, which needs TransformerEngine, and `cpu`."""
     tokens_per_microbatch: Positive = 8192
     """Tokens packed into one forward pass."""
+    lora_rank: NonNegative = 0
+    """Train adapters of this rank and freeze the model (LoRA, Hu et al. 2021, arXiv:2106.09685); 0 trains all weights. Adapters
+    want a learning rate about ten times higher."""
 
 
 Fsdp2Axis = Literal["context", "expert"]
@@ -40,9 +43,6 @@ class Fsdp2(Ranks, frozen=True, tag_field="kind", tag="fsdp2"):
     kernels of the package liger-kernel for norms, rotary embeddings and feed-forward gates. `router_replay`: the routers of a
     mixture of experts take the experts that the engine's took for the same token (arXiv:2510.11370), with weights of their own;
     engines record them and trajectories carry them."""
-    lora_rank: NonNegative = 0
-    """Train adapters of this rank and freeze the model (LoRA, Hu et al. 2021, arXiv:2106.09685); 0 trains all weights. Adapters
-    want a learning rate about ten times higher."""
 
     @property
     def context_parallel(self) -> int:
@@ -57,8 +57,8 @@ MegatronAxis = Literal["tensor", "pipeline", "virtual", "context", "expert"]
 
 
 class Megatron(Ranks, frozen=True, tag_field="kind", tag="megatron"):
-    """Megatron-core, for Qwen3, Qwen3-MoE and Llama: a model split over ranks by tensors, layers, context and experts. What is left
-    of the ranks is data parallel, with the optimizer's state sharded over it."""
+    """Megatron-core, for Qwen3, Qwen3-MoE, Llama and DeepSeek-V3: a model split over ranks by tensors, layers, context and experts.
+    What is left of the ranks is data parallel, with the optimizer's state sharded over it."""
 
     parallel: dict[MegatronAxis, Positive] = field(default_factory=lambda: dict.fromkeys(get_args(MegatronAxis), 1))
     """How many ranks split the model, by axis. `tensor`: ranks that split every matrix; above 1 they also split norms and

@@ -172,6 +172,10 @@ class Backend(ShardedModel):
         means = {name: value / tokens for name, value in sums.items()}
         return BackendStepResult(loss_mean, grad_norm, tokens, means, disagreement)
 
+    def without_adapters(self) -> Scorer | None:
+        """The frozen model under the adapters, which lives as long as this backend; None where all weights are trained."""
+        return None
+
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective. On rank 0 Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order; nothing on

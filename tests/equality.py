@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, LoraModel
 from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
 from slipstream.configs.schema import Optimizer
 from slipstream.errors import LearnerError
+from slipstream.learner import lora
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.backend import Backend, PolicyLoss
 from slipstream.learner.batch import TrainBatch
-from slipstream.learner.fsdp2 import lora
 from slipstream.learner.packing import MicroBatch, microbatches, with_proximal
 from slipstream.tests.columns import joined, sequence
 from tokenizers import Tokenizer
@@ -109,7 +109,6 @@ def plain_loop(
     sequence_mean: bool = False,
     dtype: torch.dtype = torch.float32,
     lora_rank: int = 0,
-    lora_targets: str | list[str] = "all-linear",
     attention: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """The same three steps by hand: one sequence at a time, transformers' own attention, torch's AdamW, peft's own wrapper.
@@ -117,13 +116,14 @@ def plain_loop(
     Args:
         dtype: of forward and backward; weights and optimizer are float32.
         lora_rank: of adapters, which are merged at the end; 0 trains the model.
-        lora_targets: what has them; of a mixture peft takes its fused experts for linear layers.
         attention: transformers' name of it, `eager` where only that one has soft caps; None for its own choice.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     if lora_rank:
         torch.manual_seed(lora.SEED)
-        model = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=lora.ALPHA, target_modules=lora_targets))
+        layers = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+        config = LoraConfig(r=lora_rank, lora_alpha=lora.ALPHA, target_modules=layers)
+        adapters = LoraModel(torch.nn.ModuleDict({"model": model}), config, "default")
     parameters = dict(model.named_parameters())
     matrices = [p for p in parameters.values() if p.ndim > 1 and p.requires_grad]
     vectors = [p for p in parameters.values() if p.ndim == 1 and p.requires_grad]
@@ -151,7 +151,7 @@ def plain_loop(
         optimizer.step()
         optimizer.zero_grad()
     if lora_rank:
-        model = model.merge_and_unload()
+        adapters.merge_and_unload()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {"numbers": numbers} | revert_weight_conversion(model, weights)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.configs.backends import Fsdp2
+from slipstream.configs.backends import Fsdp2, Megatron
 from slipstream.configs.schema import Model, Optimizer
 from slipstream.errors import ConfigError
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
+from slipstream.learner.megatron.backend import MegatronBackend
 from slipstream.learner.model import check_model
 from slipstream.learner.packing import scoring_microbatch
 from slipstream.rollout.engines.server.weights import ModelWeights, load_model
@@ -103,14 +104,22 @@ def write(folder: Path, family: str, sizes: dict[str, Any], seed: int = 0) -> st
     return str(folder)
 
 
-@pytest.mark.parametrize("family", [f if f in DEFAULT else pytest.param(f, marks=pytest.mark.full) for f in TRAINED])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((f, "fsdp2") if f in DEFAULT else pytest.param(f, "fsdp2", marks=pytest.mark.full) for f in TRAINED),
+        ("deepseek_v3", "megatron"),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
-async def test_a_family_is_scored_pushed_and_scored_again(tmp_path: Path, family: str, dtype: Any) -> None:
+async def test_a_family_is_scored_pushed_and_scored_again(tmp_path: Path, family: str, kind: str, dtype: Any) -> None:
     trained = write(tmp_path / "trained", family, TRAINED[family], seed=1)
     check_model(trained)
-    backend = Fsdp2Backend(
-        Model(path=trained, dtype=dtype), Optimizer(), Fsdp2(device="cpu"), temperature=1.0, timeout_s=60
-    )
+    model, how = Model(path=trained, dtype=dtype), {"temperature": 1.0, "timeout_s": 60}
+    if kind == "megatron":
+        backend = MegatronBackend(model, Optimizer(), Megatron(device="cpu"), **how)
+    else:
+        backend = Fsdp2Backend(model, Optimizer(), Fsdp2(device="cpu"), **how)
     try:
         snapshot = await take_snapshot(1, backend.named_weights(), tmp_path)
         sequences = [torch.randint(3, 64, (n,)).tolist() for n in (9, 17)]

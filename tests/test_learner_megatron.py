@@ -42,8 +42,17 @@ from slipstream.tests.equality import (
     plain_loop,
 )
 from slipstream.tests.ranks import run_on_two_ranks
+from slipstream.weightsync.weight_check import are_adapters, base_weights, merge
 from torch import distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 DEADLINE_S = 200
 
@@ -103,6 +112,8 @@ def run(job: Job, backend: MegatronBackend) -> None:
         saving.result(DEADLINE_S)
     weights = dict(backend.named_weights())
     assert list(weights) == [name for name, _ in backend.named_weights()]
+    if are_adapters(weights):
+        weights = dict(merge(weights, base_weights(job.model)))
     if backend.rank == 0:
         save_file(weights | {"numbers": torch.tensor(numbers)}, job.out)
 
@@ -392,6 +403,11 @@ def test_every_kind_of_weight_is_split_and_merged_again(parts):
         "decoder.layers.0.mlp.experts.local_experts.5.linear_fc2.weight",
         "decoder.final_layernorm.weight",
         "embedding.word_embeddings.weight",
+        "decoder.layers.2.mlp.shared_experts.linear_fc1.weight",
+        "decoder.layers.1.self_attention.linear_kv_up_proj.weight",
+        "decoder.layers.1.self_attention.linear_kv_down_proj.weight",
+        "decoder.layers.0.self_attention.linear_qkv_lora.up.1",
+        "decoder.layers.0.self_attention.linear_proj_lora.down.0",
     ):
         rule = rule_of(name)
         keys = [
@@ -422,10 +438,23 @@ def test_every_trained_token_is_scored_once_and_from_the_token_before_it(context
         assert torch.equal(part.position_ids[0, part.sources], row.position_ids[part.positions - 1])
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 32,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (Qwen2Config(), "family qwen2; allowed are qwen3, qwen3_moe, llama"),
+        (Qwen2Config(), "family qwen2; allowed are qwen3, qwen3_moe, llama, deepseek_v3"),
+        (DeepseekV3Config(rope_interleave=False), "rope_interleave=false"),
+        (DeepseekV3Config(rope_parameters=YARN | {"mscale_all_dim": 0.5}), "mscale=1.0 with mscale_all_dim=0.5"),
+        (DeepseekV3Config(num_experts_per_tok=6), "num_experts_per_tok=6 from topk_group=4"),
         (LlamaConfig(attention_bias=True), "attention_bias"),
         (Qwen3Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type=dynamic"),
         (Qwen3MoeConfig(mlp_only_layers=[0]), "mlp_only_layers"),
@@ -436,6 +465,7 @@ def test_models_that_are_not_mapped_are_refused(config, match):
         check_family(config)
 
 
+LATENT = DeepseekV3Config(num_hidden_layers=4, first_k_dense_replace=2, n_routed_experts=8, n_group=2, topk_group=2)
 DENSE = Qwen3Config(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
 MIXTURE = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2, num_experts=6)
 
@@ -449,6 +479,11 @@ MIXTURE = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2, num_exper
         (Megatron(parallel={"expert": 2}), DENSE, "the model has no experts"),
         (Megatron(parallel={"expert": 4}), MIXTURE, "4 does not divide the model's 6 experts"),
         (Megatron(parallel={"tensor": 2}), MIXTURE, "a mixture of experts needs parallel.expert"),
+        (
+            Megatron(parallel={"pipeline": 2, "expert": 2}),
+            LATENT,
+            "has layers 0 to 1, and the model's first 2 have no experts",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_split_so_is_refused(layout, model, match):

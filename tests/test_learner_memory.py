@@ -9,7 +9,6 @@ several processes share counts once in all), over what the processes had before.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import json
 import os
@@ -23,7 +22,6 @@ from typing import Any
 import pytest
 from slipstream.tests.ranks import reserved_ports
 
-M_MMAP_THRESHOLD = -3  # of malloc.h
 RANKS, BOUND, DEADLINE_S = 4, 1.3, 400
 PHASES = ("loading", "training start", "pushing")
 
@@ -90,16 +88,14 @@ def make(folder: Path, *, layers: int, hidden: int, vocabulary: int) -> Path:
     return folder
 
 
-def measure(folder: Path, kind: str, *, keep_freed: bool = False) -> dict[str, float]:
-    """The peak of each phase over four ranks, divided by the model's parameters in float32. With `keep_freed` glibc may keep what
-    was freed, as it does by default for pieces of up to 32 MiB."""
+def measure(folder: Path, kind: str) -> dict[str, float]:
+    """The peak of each phase over four ranks, divided by the model's parameters in float32."""
     make(folder.parent / "small", layers=2, hidden=256, vocabulary=256)
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "WORLD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1",
-        "KEEP_FREED": "1" if keep_freed else "",
         "PORTS": ",".join(map(str, reserved_ports(2))),
     }
     command = [sys.executable, __file__, "rank", str(folder), kind]
@@ -119,8 +115,6 @@ def measure(folder: Path, kind: str, *, keep_freed: bool = False) -> dict[str, f
 
 def rank(folder: Path, kind: str) -> None:
     """Print what this rank held in each phase, after it has done the same with a small model: imports do not count."""
-    if not os.environ["KEEP_FREED"]:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     first, second = os.environ["PORTS"].split(",")
     os.environ["MASTER_PORT"] = first
     phases(folder.parent / "small", kind)
@@ -181,5 +175,4 @@ if __name__ == "__main__":
     elif what == "make":
         make(where, layers=24, hidden=1024, vocabulary=16384)
     else:
-        for keep in (False, True):
-            sys.stdout.write(f"{keep=} {measure(Path(what), sys.argv[2], keep_freed=keep)}\n")
+        sys.stdout.write(f"{measure(Path(what), sys.argv[2])}\n")

@@ -275,9 +275,7 @@ def make_aux_models(config: Config, policy: Backend, addresses: Mapping[str, Seq
 def make_references(config: Config, policy: Backend) -> list[Scorer]:
     """The reference policies, in the order of `reference_paths`, in a rank that holds the `policy`. Of a policy that trains
     adapters and starts from the reference, that is the policy without them."""
-    from ...learner.fsdp2.backend import Fsdp2Backend
-
-    bare = policy.without_adapters() if isinstance(policy, Fsdp2Backend) else None
+    bare = policy.without_adapters()
     return [
         bare if bare and model == config.model else make_reference(config, model) for model in reference_models(config)
     ]
@@ -291,7 +289,7 @@ def reference_models(config: Config) -> list[Model]:
 
 def make_reference(config: Config, model: Model) -> ShardedModel:
     """One of `reference_models`, sharded according to `learner.backend`."""
-    chosen = config.learner.backend
+    chosen = structs.replace(config.learner.backend, lora_rank=0)
     temperature, timeout_s = config.rollout.temperature, collective_s(config)
     if isinstance(chosen, Megatron):
         from ...learner.megatron.backend import MegatronModel
@@ -299,8 +297,7 @@ def make_reference(config: Config, model: Model) -> ShardedModel:
         return MegatronModel(model, chosen, temperature=temperature, timeout_s=timeout_s)
     from ...learner.fsdp2.backend import Fsdp2Model
 
-    held = structs.replace(chosen, lora_rank=0)
-    return Fsdp2Model(model, held, temperature=temperature, timeout_s=timeout_s)
+    return Fsdp2Model(model, chosen, temperature=temperature, timeout_s=timeout_s)
 
 
 def make_critic(config: Config) -> Backend:

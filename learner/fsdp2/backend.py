@@ -32,14 +32,16 @@ from ...configs.backends import REPLAY, Fsdp2
 from ...configs.schema import Model, Optimizer
 from ...errors import ConfigError
 from .. import checkpoint as folders
-from ..backend import Backend, PolicyLoss, Scorer, ShardedModel
+from .. import lora
+from ..backend import Backend, PolicyLoss, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, device_of_sums, new_gloo_group
+from ..freed_memory import FreedMemory
 from ..logprobs import token_logprobs
 from ..model import make_model, read_config, read_routers
 from ..packing import MicroBatch, microbatches_of_first
 from ..weight_reader import WeightReader
-from . import attention, checkpoint, experts, gathering, liger, lora
+from . import attention, checkpoint, experts, gathering, liger
 from .parallelism import DataParallelGroups, check_experts, check_heads
 from .replay import replay_in
 
@@ -135,14 +137,16 @@ class Fsdp2Model(ShardedModel):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root stays whole after a forward pass
-        for unit in self._units():
-            whole: dict[str, torch.Tensor] = {}
-            for name, parameter in unit.items():
-                if only in name:
-                    with all_ranks_agree("gathering weights"):
-                        whole[name] = gathering.to_first(parameter, self._dtype, self._parts(name))
-            if self.rank == 0:
-                yield from _one_by_one(form(whole))
+        with FreedMemory() as freed:
+            for unit in self._units():
+                whole: dict[str, torch.Tensor] = {}
+                for name, parameter in unit.items():
+                    if only in name:
+                        with all_ranks_agree("gathering weights"):
+                            whole[name] = gathering.to_first(parameter, self._dtype, self._parts(name))
+                        freed.passed(parameter.nbytes)
+                if self.rank == 0:
+                    yield from _one_by_one(form(whole))
         if self.rank == 0 and not only:
             for name, buffer in form(self._stored_buffers()).items():
                 yield name, buffer.clone()
@@ -238,9 +242,11 @@ class Fsdp2Model(ShardedModel):
             module, attribute = places[name]
             return getattr(module, attribute)
 
-        for name, tensor in weights.read(lambda name: gathering.rows_here(held(name), self._parts(name))):
-            here = held(name)
-            (here.to_local() if isinstance(here, DTensor) else here).copy_(tensor)
+        with FreedMemory() as freed:
+            for name, tensor in weights.read(lambda name: gathering.rows_here(held(name), self._parts(name))):
+                here = held(name)
+                (here.to_local() if isinstance(here, DTensor) else here).copy_(tensor)
+                freed.passed(tensor.nbytes)
         weights.close()
 
     def _outputs_at(
@@ -249,31 +255,6 @@ class Fsdp2Model(ShardedModel):
         """Log-probs of the tokens `targets`, int64[K] or int64[K, M], after the positions `positions` int64[K], and entropies
         there, float32[K]."""
         return token_logprobs(self._model(logits_to_keep=positions, **inputs).logits[0], targets, temperature)
-
-
-class WithoutAdapters(Scorer):
-    """The model of `policy` without its adapters. It has no tensors of its own."""
-
-    def __init__(self, policy: Fsdp2Model) -> None:
-        self._policy = policy
-
-    def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
-        from peft.helpers import rescale_adapter_scale
-
-        # peft's own switch would freeze and unfreeze parameters that FSDP2 has copied.
-        with rescale_adapter_scale(self._policy._model, 0):
-            own = [msgspec.structs.replace(row, experts=None) for row in rows]  # another policy, which routes by itself
-            return self._policy.logprobs(own, temperature)
-
-    def top_logprobs(self, rows: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
-        from peft.helpers import rescale_adapter_scale
-
-        with rescale_adapter_scale(self._policy._model, 0):
-            own = [msgspec.structs.replace(row, experts=None) for row in rows]
-            return self._policy.top_logprobs(own, count)
-
-    def close(self) -> None:
-        """See `Scorer.close`. The policy stays."""
 
 
 class Fsdp2Backend(Backend, Fsdp2Model):
@@ -333,9 +314,13 @@ class Fsdp2Backend(Backend, Fsdp2Model):
             return self._gathered(lora.only_adapters, only=lora.ADAPTERS)
         return self._gathered(self._as_stored)
 
-    def without_adapters(self) -> WithoutAdapters | None:
-        """The frozen model under the adapters, which lives as long as this backend; None where all weights are trained."""
-        return WithoutAdapters(self) if self._adapted else None
+    def without_adapters(self) -> lora.WithoutAdapters | None:
+        if not self._adapted:
+            return None
+        from peft.helpers import rescale_adapter_scale
+
+        # peft's own switch would freeze and unfreeze parameters that FSDP2 has copied.
+        return lora.WithoutAdapters(self, lambda: rescale_adapter_scale(self._model, 0))
 
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:
         with all_ranks_agree(f"saving {directory}"):

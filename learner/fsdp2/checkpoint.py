@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from ...errors import CheckpointError
+from .. import lora
 from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
-from . import lora
 from .experts import DividedExperts
 
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -128,10 +128,8 @@ def _begin_states(optimizer: torch.optim.Optimizer) -> None:
 
 def _difference(saved: Shapes, ours: Shapes) -> str | None:
     """A message about why weights of shapes `saved` do not fit `ours`; None where they do."""
-    ranks = [lora.rank_of(shapes) for shapes in (saved, ours)]
-    if ranks[0] != ranks[1]:
-        held, trained = (f"adapters of rank {rank}" if rank else "all weights" for rank in ranks)
-        return f"it holds {held}, and {trained} are trained here; set learner.backend.lora_rank={ranks[0]} to resume it"
+    if why := lora.other_rank(lora.rank_of(saved), lora.rank_of(ours)):
+        return why
     for name in sorted(saved.keys() | ours.keys()):
         there, here = saved.get(name), ours.get(name)
         if there != here:

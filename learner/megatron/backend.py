@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,13 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 
 from ...configs.backends import REPLAY, Megatron
 from ...configs.schema import Model, Optimizer
+from ...weightsync.weight_check import merge
 from .. import checkpoint as folders
+from .. import lora
 from ..backend import Backend, PolicyLoss, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, join, new_gloo_group
+from ..freed_memory import FreedMemory
 from ..logprobs import token_logprobs
 from ..model import make_model, read_routers
 from ..packing import MicroBatch, microbatches_of_first
@@ -44,6 +48,7 @@ from . import checkpoint
 from .family import MegatronPolicy, build, full_weights, shards_of
 from .fit import check_family, check_layout
 from .layout import form_groups, groups, layout_here
+from .lora import switched_off
 from .replay import MegatronReplay
 from .rows import LocalMicroBatch, local_row, padded_length
 
@@ -74,12 +79,17 @@ class MegatronModel(ShardedModel):
         self.data_rank, self.data_size = self._groups.data.rank(), self._groups.data.size()
         stages = self._groups.stages
         self.leads_rows = self._groups.copy.rank() == 0 and stages.rank() == stages.size() - 1  # which has the logits
-        self._parts = build(source, self._layout, self._dtype, self.device)
+        adapters = dict[str, torch.Tensor]()
+        if self._layout.lora_rank:
+            lora.adapt(source, self._layout.lora_rank)
+            adapters = {name: one.detach() for name, one in source.named_parameters() if lora.ADAPTERS in name}
+        self._parts = build(source, self._layout, self._dtype, self.device, adapters)
         self._choices = self._replay = None if self.routers is None else MegatronReplay(self._parts)
         self._passed = self._prepared()
-        with torch.no_grad():
-            for parameter, shard in shards_of(self._parts, weights):
+        with torch.no_grad(), FreedMemory() as freed:
+            for parameter, shard in shards_of(self._parts, ChainMap(adapters, cast(Any, weights))):
                 self._write(parameter, shard)
+                freed.passed(shard.nbytes)
         weights.close()
         self._source = source
 
@@ -210,7 +220,17 @@ class MegatronBackend(Backend, MegatronModel):
         self._optimizer.zero_grad()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        weights = full_weights(self._parts)
+        if not self._layout.lora_rank:
+            return self._gathered(full_weights(self._parts))
+        adapters = self._gathered(full_weights(self._parts, adapters=True))
+        return (lora.as_pushed(name, factor) for name, factor in adapters)
+
+    def without_adapters(self) -> lora.WithoutAdapters | None:
+        if not self._layout.lora_rank:
+            return None
+        return lora.WithoutAdapters(self, functools.partial(switched_off, self._parts))
+
+    def _gathered(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         while True:
             with all_ranks_agree("gathering weights"):
                 named = next(weights, None)
@@ -224,11 +244,15 @@ class MegatronBackend(Backend, MegatronModel):
 
     def load(self, directory: Path) -> CheckpointState:
         with all_ranks_agree(f"loading {directory}"):
-            return checkpoint.load(directory, self._passed, self._optimizer)
+            return checkpoint.load(directory, self._passed, self._optimizer, self._layout.lora_rank, of=self._path)
 
     def export(self, directory: Path) -> None:
         with all_ranks_agree(f"exporting {directory}"):
-            folders.export(directory, self._source, self.named_weights(), self._path)
+            adapters, base = {}, self._gathered(full_weights(self._parts))
+            if self._layout.lora_rank:
+                adapters = dict(self.named_weights())
+            merged = merge(adapters, base) if adapters else base  # on rank 0; others have neither
+            folders.export(directory, self._source, merged, self._path)
 
     def close(self) -> None:
         self._saver.close()

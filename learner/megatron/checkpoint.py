@@ -24,11 +24,15 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ...errors import CheckpointError
 from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
+from ..lora import other_rank
 from .family import MegatronPolicy
+from .mapping import ADAPTERS
 
 FORMAT = CheckpointingConfig("torch_dist", 1)  # Megatron's, and its version
 
@@ -54,11 +58,15 @@ def save(
     return saver.begin(directory, state, write)
 
 
-def load(directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Any) -> CheckpointState:
-    """Collective. Read `directory` into `optimizer` and the `wrapped` parts of its model. Errors are those of
-    `fsdp2.checkpoint.load`."""
+def load(
+    directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Any, lora_rank: int, *, of: str
+) -> CheckpointState:
+    """Collective. Read `directory` into `optimizer` and the `wrapped` parts of its model: that `of` a folder, with adapters of
+    `lora_rank`. Errors are those of `fsdp2.checkpoint.load`."""
     try:
         state = read_state(directory)
+        if why := other_rank(_adapter_rank(directory), lora_rank):
+            raise CheckpointError(f"checkpoint {directory} is of another model than {of!r}: {why}")
         moments = _moments([part.module for part in wrapped], optimizer, loading=True)
         content: Any = {"moments": [one["param_state"] for one in moments]}
         content = dist_checkpointing.load(content, str(directory), strict=StrictHandling.RAISE_ALL)
@@ -74,6 +82,13 @@ def load(directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer:
         part.start_param_sync(force_sync=True)  # the shards of other data ranks
     _separate_steps(optimizer)
     return state
+
+
+def _adapter_rank(directory: Path) -> int:
+    """Of the adapters in a checkpoint; 0 where it has all weights."""
+    entries = FileSystemReader(directory).read_metadata().state_dict_metadata.items()
+    ranks = (e.size[-2] for name, e in entries if f"{ADAPTERS}.down." in name and isinstance(e, TensorStorageMetadata))
+    return next(ranks, 0)
 
 
 def begin_states(optimizer: Any) -> None:

@@ -39,11 +39,14 @@ SUBSTITUTIONS = tuple(
 
 ZEROS = """
 def _zeros(shape, dtype, device=None, requires_grad=False):
-    import math, numpy
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, numpy.uint8)).view(dtype).view(shape)
+    import math, mmap
+    size = math.prod((shape,) if isinstance(shape, int) else shape) * dtype.itemsize
+    if size < 1 << 20:
+        return torch.zeros(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 """
-"""numpy takes zeros from the kernel; torch writes them."""
+"""Pages of the kernel are zero; torch, and numpy in memory that was used before, would write zeros to them."""
 
 ADDITIONS = {
     f"{PACKAGE}.distributed.param_and_grad_buffer": ZEROS,
@@ -69,6 +72,10 @@ MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _on_host
     # Without TransformerEngine this name is read and never bound.
     f"{PACKAGE}.transformer.moe.moe_utils": """
 te_general_gemm = globals().get("te_general_gemm")
+""",
+    # Without TransformerEngine its layers can be imported all the same, as mocks.
+    f"{PACKAGE}.transformer.multi_latent_attention": """
+HAVE_TE = HAVE_TE and isinstance(TELinear, type)
 """,
     # torch's AdamW keeps a step count that is not saved with the moments; and main weights may be views of leaves.
     f"{PACKAGE}.optimizer.distrib_optimizer": """

@@ -1,93 +1,30 @@
-"""Model families: a Hugging Face config as Megatron's, the model built from it, and its weights there and back. Configs have passed
-`fit.py`. Rotary frequencies are transformers' own, so that every static kind of scaling is the same there and here."""
+"""Model families: the model built from a Hugging Face config, and its weights there and back. Configs have passed `fit.py`. Rotary
+frequencies are transformers' own, so that every static kind of scaling is the same there and here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...configs.backends import Megatron
+from ..freed_memory import FreedMemory
+from . import lora
 from .layout import groups as among
-from .mapping import global_name, hugging, is_expert, megatron, rule_of
+from .mapping import BALANCE, global_name, hugging, is_adapter, is_expert, megatron, rule_of
+from .model_config import transformer_config
 from .spec import block_spec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def transformer_config(config: PretrainedConfig, layout: Megatron, dtype: torch.dtype) -> TransformerConfig:
-    recomputed: dict[str, Any] = {}
-    if "recompute" in layout.options:
-        recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    piped, virtual = layout.pipeline_parallel > 1, layout.virtual_stages > 1
-    experts: dict[str, Any] = {}
-    if config.model_type == "qwen3_moe":
-        experts = {
-            "num_moe_experts": config.num_experts,
-            "moe_router_topk": config.num_experts_per_tok,
-            "moe_ffn_hidden_size": config.moe_intermediate_size,
-            # Softmax over the chosen ones is what normalizing their probabilities comes to.
-            "moe_router_pre_softmax": not config.norm_topk_prob,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall",
-        }
-    return TransformerConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_key_value_heads,
-        kv_channels=head_dim(config),
-        normalization="RMSNorm",
-        layernorm_epsilon=config.rms_norm_eps,
-        qk_layernorm=config.model_type.startswith("qwen3"),
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        perform_initialization=False,  # all weights are read; see `_mark_split`
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        pipeline_dtype=dtype,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        tensor_model_parallel_size=layout.tensor_parallel,
-        sequence_parallel=layout.tensor_parallel > 1,
-        pipeline_model_parallel_size=layout.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=layout.virtual_stages if virtual else None,
-        context_parallel_size=layout.context_parallel,
-        expert_model_parallel_size=layout.expert_parallel,
-        expert_tensor_parallel_size=1,
-        # Any other pair leaves the gradients of virtual stages silently wrong over gloo.
-        overlap_p2p_comm=virtual,
-        batch_p2p_comm=piped and not virtual,
-        # A loss is a sum, divided before it is returned: neither ranks nor micro-batches divide it again.
-        calculate_per_token_loss=True,
-        finalize_model_grads_func=_finalize,
-        **experts,
-        **recomputed,
-    )
-
-
-def head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class MegatronPolicy(GPTModel):
@@ -108,8 +45,15 @@ class MegatronPolicy(GPTModel):
         return logits.squeeze(1)
 
 
-def build(source: PreTrainedModel, layout: Megatron, dtype: torch.dtype, device: torch.device) -> list[MegatronPolicy]:
-    """This rank's parts of the model, one for each virtual stage, with the weights still to be written."""
+def build(
+    source: PreTrainedModel,
+    layout: Megatron,
+    dtype: torch.dtype,
+    device: torch.device,
+    adapters: Mapping[str, torch.Tensor],
+) -> list[MegatronPolicy]:
+    """This rank's parts of the model, one for each virtual stage, with the weights still to be written; where there are `adapters`,
+    by Hugging Face names, with a place for these, and the rest frozen."""
     config: Any = source.config
     own = transformer_config(config, layout, dtype)
     parts = []
@@ -118,7 +62,7 @@ def build(source: PreTrainedModel, layout: Megatron, dtype: torch.dtype, device:
         where = {"ignore_virtual": virtual is None, "vp_stage": virtual}
         part = MegatronPolicy(
             own,
-            block_spec(own, virtual),  # pyright: ignore[reportArgumentType]
+            block_spec(own, virtual, adapted=bool(adapters)),  # pyright: ignore[reportArgumentType]
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_position_embeddings,
             position_embedding_type="rope",
@@ -127,10 +71,20 @@ def build(source: PreTrainedModel, layout: Megatron, dtype: torch.dtype, device:
             post_process=parallel_state.is_pipeline_last_stage(**where),
             vp_stage=virtual,
         )
-        part.rotary_pos_emb.inv_freq = source.model.rotary_emb.inv_freq.clone()
+        for rotary in _rotary_embeddings(part):
+            rotary.inv_freq = source.model.rotary_emb.inv_freq.clone()
+        if adapters:
+            lora.adapt(part, adapters, _naming(part, 0))
         _mark_split(part)
         parts.append(part.to(device))
     return parts
+
+
+def _rotary_embeddings(part: MegatronPolicy) -> list[Any]:
+    if not part.config.multi_latent_attention:
+        return [part.rotary_pos_emb]
+    layers: Any = part.decoder.layers
+    return [layer.self_attention.rotary_pos_emb for layer in layers]
 
 
 def _mark_split(part: MegatronPolicy) -> None:
@@ -142,12 +96,17 @@ def _mark_split(part: MegatronPolicy) -> None:
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=split, stride=1)
 
 
-def names_of(part: MegatronPolicy, expert_rank: int) -> dict[str, torch.nn.Parameter]:
-    """The parameters of `part` by global name, as they are called on `expert_rank`."""
+def names_of(part: MegatronPolicy, expert_rank: int) -> dict[str, torch.Tensor]:
+    """The parameters and stored buffers of `part` by global name, as they are called on `expert_rank`."""
+    named = _naming(part, expert_rank)
+    buffers = ((name, buffer) for name, buffer in part.named_buffers() if name.endswith(BALANCE))
+    return {named(name): tensor for name, tensor in (*part.named_parameters(), *buffers)}
+
+
+def _naming(part: MegatronPolicy, expert_rank: int) -> Callable[[str], str]:
     layers: Any = part.decoder.layers
-    first_layer = layers[0].layer_number - 1
     first_expert = experts_held(part.config) * expert_rank
-    return {global_name(name, first_layer, first_expert): p for name, p in part.named_parameters()}
+    return functools.partial(global_name, first_layer=layers[0].layer_number - 1, first_expert=first_expert)
 
 
 def experts_held(config: TransformerConfig) -> int:
@@ -156,8 +115,8 @@ def experts_held(config: TransformerConfig) -> int:
 
 def shards_of(
     parts: Sequence[MegatronPolicy], weights: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Each parameter of this rank, and its shard of the full tensors that go by Hugging Face names."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter and stored buffer of this rank, and its shard of the full tensors that go by Hugging Face names."""
     groups, tied = parts[0].config.num_query_groups or 1, parts[0].share_embeddings_and_output_weights
     tensor, experts = among().tensor, among().experts
     for part in parts:
@@ -169,19 +128,21 @@ def shards_of(
             yield parameter, megatron(rule, sources, groups, size, rank)
 
 
-def full_weights(parts: Sequence[MegatronPolicy]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Collective. On rank 0 Hugging Face name and full tensor, stage by stage, a tied tensor once; nothing on the other ranks. Of
-    the copies of the model only that of rank 0 takes part."""
+def full_weights(parts: Sequence[MegatronPolicy], *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Collective. On rank 0 Hugging Face name and full tensor, stage by stage, a tied tensor once, either of the `adapters` or of
+    all else; nothing on the other ranks. Of the copies of the model only that of rank 0 takes part."""
     stages = among().stages
-    local = {name: parameter.detach() for part in parts for name, parameter in names_of(part, 0).items()}
-    device, dtype = next((one.device, one.dtype) for one in local.values())
+    named = ((name, parameter) for part in parts for name, parameter in names_of(part, 0).items())
+    local = {name: parameter.detach() for name, parameter in named if is_adapter(name) == adapters}
+    device = next(one.device for one in local.values())
     plan: list[Any] = [None] * stages.size()
-    dist.all_gather_object(plan, [(name, one.shape) for name, one in local.items()], group=stages)
+    dist.all_gather_object(plan, [(name, one.shape, one.dtype) for name, one in local.items()], group=stages)
     # The ranks that have this rank's part of each stage; shards meet in the first.
     column = dist.get_process_group_ranks(stages)
-    for stage, names in enumerate(plan):
-        for name, shape in names:
-            if name == "output_layer.weight" and parts[0].share_embeddings_and_output_weights:
+    tied = parts[0].share_embeddings_and_output_weights
+    with FreedMemory() as freed:
+        for stage, name, shape, dtype in ((stage, *one) for stage, names in enumerate(plan) for one in names):
+            if name == "output_layer.weight" and tied:
                 continue
             if column[0] not in _shards_with_first(name):
                 continue
@@ -196,6 +157,7 @@ def full_weights(parts: Sequence[MegatronPolicy]) -> Iterator[tuple[str, torch.T
                 continue
             if stages.rank() == 0:
                 yield from _assembled(name, shard, parts[0].config)
+            freed.passed(shard.nbytes)
 
 
 def _shards_with_first(name: str) -> Sequence[int]:
@@ -230,8 +192,3 @@ def _assembled(name: str, shard: torch.Tensor, config: TransformerConfig) -> Ite
             yield rule.sources[0], whole
         else:
             yield from zip(rule.sources, hugging(rule, parts, groups, width), strict=True)
-
-
-def _finalize(model: list[torch.nn.Module], tokens: torch.Tensor | None, **options: Any) -> None:
-    """Sum gradients over ranks. `tokens` would divide them, and they are divided already."""
-    finalize_model_grads(model, None, **options)

@@ -20,7 +20,7 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class _LayerReplay:
-    """In the place of megatron-core's `RouterReplay`, of the router of layer number `layer` of the whole model."""
+    """In the place of megatron-core's `RouterReplay`, of the `layer`th router of the whole model."""
 
     def __init__(self, layer: int, choices: ReplayedChoices) -> None:
         self._layer, self._choices = layer, choices
@@ -49,13 +49,16 @@ class _LayerReplay:
 
 
 class MegatronReplay(ReplayedChoices):
-    """Has the routers of this rank's `parts` of a model take over the choices that are loaded here. All layers have a router."""
+    """Has the routers of this rank's `parts` of a model take over the choices that are loaded here. Layers without a router
+    come first."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         super().__init__()
         self._layers: list[_LayerReplay] = []
-        for layer in (layer for part in parts for layer in part.decoder.layers):
-            self._layers.append(_LayerReplay(layer.layer_number - 1, self))
+        kinds = parts[0].config.moe_layer_freq
+        dense = kinds.count(0) if isinstance(kinds, list) else 0
+        for layer in (layer for part in parts for layer in part.decoder.layers if layer.layer_number > dense):
+            self._layers.append(_LayerReplay(layer.layer_number - 1 - dense, self))
             layer.mlp.router.router_replay = self._layers[-1]
 
     def begin(self, *, recomputes: bool) -> None:

@@ -1,5 +1,6 @@
 """What a layer is made of: TransformerEngine's modules on CUDA in bfloat16, elsewhere Megatron's own, with a norm and an attention
-from here. TransformerEngine multiplies float32 matrices in TF32, and before 2.11 it has no float32 attention over packed rows."""
+from here. TransformerEngine multiplies float32 matrices in TF32, and before 2.11 it has no float32 attention over packed rows. Its
+layers norm their input themselves, which adapters beside them would do once more: adapted models have Megatron's own."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional
 
+from .latent import LatentAttention, LatentNorm
 from .layout import groups
 from .rows import zigzag
 
@@ -77,22 +80,34 @@ class PackedAttention(MegatronModule):
         return torch.cat(outputs).flatten(1)
 
 
-def block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
-    if torch.cuda.is_available() and config.params_dtype is torch.bfloat16:
+def block_spec(
+    config: TransformerConfig, virtual_stage: int | None, *, adapted: bool
+) -> TransformerBlockSubmodules | ModuleSpec:
+    own = adapted or config.multi_latent_attention
+    if torch.cuda.is_available() and config.params_dtype is torch.bfloat16 and not own:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
     norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[_local_layer(config) for _ in range(count)], layer_norm=norm)
+    layers = [_local_layer(config, number) for number in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _local_layer(config: TransformerConfig) -> ModuleSpec:
+def _local_layer(config: TransformerConfig, number: int) -> ModuleSpec:
+    dense = isinstance(config.moe_layer_freq, list) and not config.moe_layer_freq[number]
     spec: Any = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=None if dense else config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     layer.sharded_state_dict_keys_map = {}
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        layer.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
