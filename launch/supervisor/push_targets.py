@@ -72,7 +72,7 @@ class PushTargets:
         if name in self._engines:
             changed = ReplicaReport(name, self._engines[name][0], version, missed, why[:TEXT_LENGTH], asleep)
             self._reports[name] = changed
-            self._report(changed, tuple(self._reports.values()))
+            self._report(changed, self._reports)
 
     def _close(self, engine: HttpEngine) -> None:
         closing = asyncio.create_task(engine.close(), name=f"closing {engine.name}")
