@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from ...common.bounded import TEXT_LENGTH
 from ...errors import DeadlineExceeded, with_deadline
+from ...rollout.engines.http_client import PUSH_KEEPALIVE_S
 from ...rollout.engines.http_engine import HttpEngine
 from ...rpc.pubsub import StateSubscriber
 from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport, ReportReplica
@@ -42,6 +43,7 @@ class PushTargets:
             incarnation, engine = old.get(replica.name, (-1, None))
             if engine is None or incarnation != replica.incarnation:
                 engine = self._make_engine(replica)
+                engine.keep_connections(PUSH_KEEPALIVE_S)
             self._engines[replica.name] = (replica.incarnation, engine)
             if replica.state == "starting":
                 self.joined.set()
