@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 REPEAT_S = 5.0  # between repetitions of an unchanged state: a few bytes, for a subscriber whose connection lost a frame
 SUBSCRIPTION_BYTES = 4096  # of one message, those of the CURVE handshake included
 SUBSCRIBE, UNSUBSCRIBE = b"\x01", b"\x00"  # what libzmq says of a subscriber to everything
-SHARE = 0.03  # of one core
+SHARE = 0.02  # of one core
 MESSAGE_S, BYTE_S = (
     20e-6,
     5e-9,
