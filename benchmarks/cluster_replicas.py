@@ -17,6 +17,7 @@ import uvloop
 from aiohttp import web
 
 from ..buffer.messages import Ack
+from ..rollout.engines.http_client import PUSH_KEEPALIVE_S
 from ..rollout.engines.http_engine import UNPUSHED
 from ..rollout.engines.server.protocol import Generated, Logprob
 from ..rollout.engines.vllm.client import VllmEngine
@@ -94,5 +95,7 @@ def fleet_of(count: int, address: str, version: int, revision: int = 1) -> Fleet
 
 
 def client_of(replica: ReplicaInfo) -> VllmEngine:
-    """A client of one of them."""
-    return VllmEngine(replica.name, replica.url, vocab_size=1 << 17, max_model_len=1 << 15)
+    """A client of one of them, which keeps its connections as the learner's do."""
+    engine = VllmEngine(replica.name, replica.url, vocab_size=1 << 17, max_model_len=1 << 15)
+    engine.keep_connections(PUSH_KEEPALIVE_S)
+    return engine

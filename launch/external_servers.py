@@ -100,7 +100,7 @@ def _text(value: Setting | None) -> str:
 
 async def ask(client: HttpClient) -> ServerDescription:
     """What the server of `client` serves. Raises EngineError, DeadlineExceeded."""
-    return client.decode(await client.call("GET", DESCRIPTION_PATH, reuse=True), ServerDescription)
+    return client.decode(await client.call("GET", DESCRIPTION_PATH), ServerDescription)
 
 
 async def _ask_all(servers: Mapping[str, ServerKeys]) -> list[ServerDescription | EngineError | DeadlineExceeded]:

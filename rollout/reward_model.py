@@ -78,7 +78,7 @@ class RewardModel:
     async def _post(self, path: str, body: object) -> bytes:
         for left in reversed(range(TRIES)):
             try:
-                return await self._server.call("POST", path, body=body, reuse=True)
+                return await self._server.call("POST", path, body=body)
             except RequestRejected:
                 raise
             except EngineError:

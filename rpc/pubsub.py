@@ -3,8 +3,10 @@
     publisher.publish(state) ──XPUB──> every subscriber: `state`, `changed`, `until`, `async for`
 
 Invariants:
-- A message is a whole state, never a difference; its `revision` rises with every change.
-- A subscriber may miss snapshots, never the newest: it is sent on every subscription, and again every `REPEAT_S`.
+- The `revision` of a state rises with every change. A message is a whole state, or what has changed since the whole state that was
+  sent last: a push to a thousand replicas does not send their names and addresses again.
+- A subscriber may miss snapshots, never the newest: the whole state is sent on every subscription, and what has changed since, or
+  that nothing has, every `REPEAT_S`. One that lacks the whole state subscribes again, at most every `REPEAT_S`.
 - Sending takes about `SHARE` of a core, however large the state is and however many follow it: after each snapshot the publisher
   waits in proportion to its cost, at most `PAUSE_S`, and then sends what is the newest, to all that have subscribed meanwhile.
 - A subscriber ignores a frame that it cannot decode and a revision that is not newer than its own.
@@ -21,26 +23,29 @@ import logging
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import msgspec
 import zmq
 import zmq.asyncio
 
+from ..common.bounded import Count
 from ..errors import WireError
 from . import wire
 from .security import CurveServer, KeyPair, PeerTable, configure_client, split_address
 
 log = logging.getLogger(__name__)
-REPEAT_S = 5.0  # between repetitions of an unchanged state: one small frame, for a subscriber whose connection lost one
+REPEAT_S = 5.0  # between repetitions of an unchanged state: a few bytes, for a subscriber whose connection lost a frame
 SUBSCRIPTION_BYTES = 4096  # of one message, those of the CURVE handshake included
 SUBSCRIBE, UNSUBSCRIBE = b"\x01", b"\x00"  # what libzmq says of a subscriber to everything
-SHARE = 0.1  # of one core
+SHARE = 0.02  # of one core
 MESSAGE_S, BYTE_S = (
     20e-6,
     5e-9,
 )  # CPU of a snapshot for each subscriber, and for each byte to it: encryption and system calls
 PAUSE_S = 1.0  # longest between two snapshots of a state that changes: what a request may be late by
 COMPRESSED = b"\x88"  # first byte of a frame whose rest, inflated, is a frame of `wire`
+CHANGES = b"\x89"  # first byte of a frame whose rest is the msgpack of `StateChanges`
 COMPRESS_BYTES = 4096  # longer states are sent so: names and addresses of many replicas take a tenth
 CLOSE_LINGER_MS = 500  # how long the last snapshot may take to leave when the publisher closes
 
@@ -55,6 +60,25 @@ class Revisioned(Protocol):
 S = TypeVar("S", bound=Revisioned)
 
 
+@runtime_checkable
+class Incremental(Protocol):
+    """A state that can say what has changed in it. One that cannot is sent whole whenever it changes."""
+
+    def changes_since(self, whole: Any) -> bytes | None:
+        """What is different in this state from `whole`, an earlier one; None where that is best sent whole."""
+
+    def with_changes(self, revision: int, changes: bytes) -> Any:
+        """The state with the number `revision` of which `changes_since(self)` gave `changes`. Raises WireError."""
+
+
+class StateChanges(msgspec.Struct, frozen=True, array_like=True):
+    """The state `revision`: the one with the revision `whole`, which was sent whole, and `changes`, empty where it is that one."""
+
+    whole: Count
+    revision: Count
+    changes: bytes
+
+
 class StatePublisher(Generic[S]):
     """Publishes the newest state at `address`; a port `*` is a free one, and `address` is then what subscribers connect to. With
     `peers` the socket is guarded by `pair`, by default that of this process."""
@@ -63,6 +87,7 @@ class StatePublisher(Generic[S]):
         self.state = state
         self.dropped = 0  # messages that were no subscription
         self._subscribers = 0
+        self._whole: S | None = None  # that all subscribers have; None where there is a new one
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._guard = CurveServer(self._context, peers, pair)
@@ -110,6 +135,7 @@ class StatePublisher(Generic[S]):
         """Take in what a peer sent; whether it is a subscription."""
         if message == SUBSCRIBE:
             self._subscribers += 1
+            self._whole = None
         elif message == UNSUBSCRIBE:
             self._subscribers = max(0, self._subscribers - 1)
         else:
@@ -131,7 +157,9 @@ class StatePublisher(Generic[S]):
 
     async def _send(self, state: S) -> int:
         """Send a snapshot; returns its bytes."""
-        frame = encode_state(state)
+        frame = None if self._whole is None else _encode_changes(self._whole, state)
+        if frame is None:
+            self._whole, frame = state, encode_state(state)
         await self._socket.send(frame)
         return len(frame)
 
@@ -149,16 +177,18 @@ class StateSubscriber(Generic[S]):
         self._address, self._key = split_address(address)
         self._pair = pair
         self._condition = asyncio.Condition()
+        self._whole: S | None = None  # that was received last
+        self._asked_at = 0.0
 
     async def __aenter__(self) -> StateSubscriber[S]:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.CONFLATE, 1)  # keep only the newest frame
         if self._key is not None:
             configure_client(self._socket, self._key, self._pair)
         self._socket.connect(self._address)
         self._socket.subscribe(b"")
+        self._asked_at = time.monotonic()
         self._reader = asyncio.create_task(self._read(), name="state subscriber")
         return self
 
@@ -189,14 +219,37 @@ class StateSubscriber(Generic[S]):
         while True:
             frame = await self._socket.recv()
             try:
-                state = decode_state(type(self.state), frame)
+                state = self._take(frame)
             except WireError as error:
                 log.warning("dropped a frame of %s: %s", self._address, error)
                 continue
-            if state.revision > self.state.revision:
+            if state is not None and state.revision > self.state.revision:
                 async with self._condition:
                     self.state = state
                     self._condition.notify_all()
+
+    def _take(self, frame: bytes) -> S | None:
+        """The state that a frame brings; None where it brings none, or one whose whole state is not here. Raises WireError."""
+        if frame[:1] != CHANGES:
+            self._whole = decode_state(type(self.state), frame)
+            return self._whole
+        message = _decode_changes(frame)
+        if message.revision <= self.state.revision:
+            return None
+        if self._whole is None or self._whole.revision != message.whole:
+            self._ask()
+            return None
+        if not isinstance(self._whole, Incremental):
+            raise WireError(f"changes of a {type(self._whole).__name__}, which is always sent whole")
+        return self._whole.with_changes(message.revision, message.changes)
+
+    def _ask(self) -> None:
+        """Have the whole state sent."""
+        now = time.monotonic()
+        if now - self._asked_at >= REPEAT_S:
+            self._asked_at = now
+            self._socket.unsubscribe(b"")
+            self._socket.subscribe(b"")
 
 
 @contextlib.asynccontextmanager
@@ -218,14 +271,34 @@ async def following(
             task.cancel()
 
 
+def _encode_changes(whole: Revisioned, state: Revisioned) -> bytes | None:
+    """The frame that makes `state` of `whole`; None where `state` is to be sent whole."""
+    changes: bytes | None = None
+    if state.revision == whole.revision:
+        changes = b""
+    elif isinstance(state, Incremental):
+        changes = state.changes_since(whole)
+    if changes is None:
+        return None
+    return CHANGES + msgspec.msgpack.encode(StateChanges(whole.revision, state.revision, changes))
+
+
+def _decode_changes(frame: bytes) -> StateChanges:
+    """Raises WireError."""
+    try:
+        return msgspec.msgpack.decode(frame[1:], type=StateChanges)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(f"these are no changes: {error}") from None
+
+
 def encode_state(state: Any) -> bytes:
-    """The frame of a snapshot."""
+    """The frame of a whole state."""
     (frame,) = wire.encode(state)
     return COMPRESSED + zlib.compress(frame, 1) if len(frame) > COMPRESS_BYTES else bytes(frame)
 
 
 def decode_state(kind: type[S], frame: bytes) -> S:
-    """The snapshot in `frame`. Raises WireError."""
+    """The whole state in `frame`. Raises WireError."""
     if frame[:1] == COMPRESSED:
         inflating = zlib.decompressobj()
         try:

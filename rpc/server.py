@@ -154,16 +154,20 @@ class RpcServer(Generic[M]):
         if self.forbidden & (self.forbidden - 1) == 0:
             log.warning("%s refused request %d without the right to it: %s", self.name, self.forbidden, what)
 
-    async def arriving(self) -> AsyncIterator[RpcRequest[M]]:
-        """Every request as it arrives, without an end."""
+    async def arriving(self, gather_s: float = 0.0) -> AsyncIterator[RpcRequest[M]]:
+        """Every request as it arrives, without an end; after one those that follow it may wait for `gather_s`, and are then read
+        together."""
         while True:
-            end = self.received + ROUND
+            begin = self.received
+            end = begin + ROUND
             for request in self.requests(lambda end=end: self.received < end):
                 yield request
-            if self.received < end:
-                await self.poll()
-            else:
+            if self.received == end:
                 await asyncio.sleep(0)
+            elif self.received > begin and gather_s:
+                await asyncio.sleep(gather_s)
+            else:
+                await self.poll()
 
     def reply(self, identity: bytes, number: int, message: Any) -> None:
         """Reply to request `number` of the connection `identity`; nothing for a one-way message."""

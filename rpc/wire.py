@@ -186,12 +186,14 @@ class AsyncSocket:
 
     def receive(self) -> list[Frame] | None:
         """The next message; None when there is none."""
+        receive, frames = self._direct.recv, list[zmq.Frame]()
         try:
-            frames = self._direct.recv_multipart(NOBLOCK, copy=False)
+            while not frames or frames[-1].more:  # `recv_multipart` asks the socket each time
+                frames.append(receive(NOBLOCK, copy=False))
         except zmq.Again:
             return None
         if self._guarded:
-            self.sender = str(frames[-1].get(USER_ID))  # type: ignore[attr-defined]
+            self.sender = str(frames[-1].get(USER_ID))
         return [f.bytes if len(f) < KEEP_BYTES else memoryview(f).toreadonly() for f in frames]  # type: ignore[arg-type]
 
     async def poll(self, timeout_s: float | None = None) -> None:

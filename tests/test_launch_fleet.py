@@ -201,6 +201,60 @@ async def test_a_command_that_waits_ends_with_the_run(tmp_path: Path) -> None:
         await asyncio.wait_for(send_command(where, GetStatus(), RunStatus), WAIT_S)
 
 
+def test_what_is_said_together_is_one_snapshot() -> None:
+    published = list[Fleet]()
+    fleet_state = FleetState(published.append)
+    for name in fleet_state.names(3):
+        fleet_state.join(name, f"http://127.0.0.1/{name}")
+    before = fleet_state.fleet
+    with fleet_state.together():
+        for name in ("engine-0", "engine-2"):
+            fleet_state.served(name, 5, 0)
+        assert (fleet_state.fleet, fleet_state.replica("engine-2").version) == (before, 5)
+    assert [replica.version for replica in fleet_state.fleet.replicas] == [5, None, 5]
+    assert published[3:] == [fleet_state.fleet]
+    assert fleet_state.fleet.revision == before.revision + 1
+    with fleet_state.together():
+        fleet_state.served("engine-0", 5, 0)
+    assert len(published) == 4  # nothing has changed
+
+
+def replica_states(count: int) -> st.SearchStrategy[tuple[ReplicaInfo, ...]]:
+    """What may have become of replicas whose processes go on."""
+    made = {
+        "state": st.sampled_from(["starting", "serving", "draining"]),
+        "version": st.none() | st.integers(0, 2),
+        "answers": st.booleans(),
+        "asleep": st.booleans(),
+    }
+    names = (st.just(f"engine-{i}") for i in range(count))
+    infos = (st.builds(ReplicaInfo, name=name, url=st.just("http://a"), **made) for name in names)
+    return st.tuples(*infos)
+
+
+@given(st.integers(0, 6).flatmap(lambda n: st.tuples(replica_states(n), replica_states(n))))
+def test_a_fleet_is_an_earlier_one_and_what_has_changed_since(
+    states: tuple[tuple[ReplicaInfo, ...], tuple[ReplicaInfo, ...]],
+) -> None:
+    whole, fleet = Fleet(3, states[0]), Fleet(8, states[1])
+    found = fleet.changes_since(whole)
+    assert found is not None
+    assert whole.with_changes(8, found) == fleet
+
+
+def test_of_other_processes_a_fleet_is_sent_whole() -> None:
+    one, two = ReplicaInfo("engine-0", "http://a"), ReplicaInfo("engine-1", "http://b")
+    whole = Fleet(1, (one, two))
+    others = (
+        ReplicaInfo("engine-0", "http://a", incarnation=1),
+        ReplicaInfo("engine-0", "http://c"),
+        ReplicaInfo("engine-0", "http://a", certificate="ab"),
+        ReplicaInfo("engine-2", "http://a"),
+    )
+    for replicas in ((), (one,), (two, one), (one, two, others[-1]), *((other, two) for other in others)):
+        assert Fleet(2, replicas).changes_since(whole) is None
+
+
 @pytest.mark.parametrize("how", ["killed", "finished"])
 async def test_waiting_for_a_replica_ends_with_the_run(how: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")

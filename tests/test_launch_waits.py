@@ -229,7 +229,7 @@ def test_a_heartbeat_repeats_what_a_lost_message_reported(monkeypatch: pytest.Mo
     with supervised(monkeypatch) as (heart, socket):
         served = (ReplicaReport("engine-0", 0, 3),)
         heart.ready()
-        heart.report_replica(*served, served)
+        heart.report_replica(*served, {"engine-0": served[0]})
         while not receive_heartbeat(socket).replicas:
             pass  # what was said at once is lost
         for _ in range(2):
@@ -241,15 +241,22 @@ def test_a_heartbeat_repeats_what_a_lost_message_reported(monkeypatch: pytest.Mo
         assert (receive_heartbeat(socket).state, receive_heartbeat(socket).replicas) == ("done", served)
 
 
-def test_of_replicas_only_what_changed_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_replicas_only_what_changed_is_sent_at_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module, "GATHER_S", 0.05)
     with supervised(monkeypatch) as (heart, socket):
-        known = tuple(ReplicaReport(f"engine-{i}", 0, 3) for i in range(1000))
-        changed = ReplicaReport("engine-1000", 0, 3)
-        heart.report_replica(changed, (*known, changed))
+        known = {f"engine-{i}": ReplicaReport(f"engine-{i}", 0, 2) for i in range(1000)}
+        for name in ("engine-0", "engine-1", "engine-0"):
+            known[name] = ReplicaReport(name, 0, 3)
+            heart.report_replica(known[name], known)
         while not (first := receive_heartbeat(socket)).replicas:
             pass  # a heartbeat before there was any
-        assert first.replicas == (changed,)
-        assert receive_heartbeat(socket).replicas == (*known, changed)
+        assert first.replicas == (known["engine-0"], known["engine-1"])
+        assert receive_heartbeat(socket).replicas == tuple(known.values())
+        heart.report_replica(ReplicaReport("engine-7", 0, 4), known)
+        heart.__exit__()
+        while len((last := receive_heartbeat(socket)).replicas) != 1:
+            pass
+        assert last.replicas[0].version == 4  # what is not sent yet goes with the end
 
 
 IMPORTED = """
@@ -528,6 +535,7 @@ ALLOWED = {
     ("rpc/pubsub.py", "asyncio.wait"): "of what was cancelled",
     ("weightsync/publisher.py", "asyncio.wait"): "catch_up has push_s; of what was cancelled",
     ("weightsync/replica.py", "asyncio.wait"): "the callers are within their share of push_s",
+    ("weightsync/replica.py", "asyncio.timeout"): "a cancel scope",
     ("weightsync/snapshot.py", "asyncio.wait"): "of a write that a thread has begun, whose file outlives it",
     ("dashboard/app.py", "asyncio.timeout"): "until the next look at the files of the runs, unless the server stops",
     ("common/tasks.py", "asyncio.wait"): "the callers have the deadlines; of what was cancelled",

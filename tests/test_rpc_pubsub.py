@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -12,7 +13,17 @@ import zmq
 import zmq.asyncio
 from slipstream.errors import WireError
 from slipstream.rpc import pubsub, wire
-from slipstream.rpc.pubsub import COMPRESSED, StatePublisher, StateSubscriber, decode_state, encode_state
+from slipstream.rpc.pubsub import (
+    CHANGES,
+    COMPRESSED,
+    SUBSCRIBE,
+    UNSUBSCRIBE,
+    StateChanges,
+    StatePublisher,
+    StateSubscriber,
+    decode_state,
+    encode_state,
+)
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 WAIT_S = 60.0
@@ -25,6 +36,19 @@ def fleet_at(revision: int, version: int | None = None, incarnation: int = 0) ->
 def frame(state: msgspec.Struct) -> bytes:
     (only,) = wire.encode(state)
     return bytes(only)
+
+
+def changes(whole: Fleet, state: Fleet, revision: int | None = None) -> bytes:
+    """The frame of what has changed since `whole`; `revision` is that of a state with the same changes."""
+    found = state.changes_since(whole)
+    assert found is not None
+    return CHANGES + msgspec.msgpack.encode(StateChanges(whole.revision, revision or state.revision, found))
+
+
+def revision_of(sent: bytes) -> int:
+    if sent[:1] == CHANGES:
+        return msgspec.msgpack.decode(sent[1:], type=StateChanges).revision
+    return decode_state(Fleet, sent).revision
 
 
 @pytest.fixture
@@ -78,7 +102,11 @@ async def test_an_unchanged_state_is_repeated(monkeypatch: pytest.MonkeyPatch) -
         raw.connect(publisher.address)
         raw.subscribe(b"")
         async with asyncio.timeout(WAIT_S):
-            assert [await raw.recv() for _ in range(3)] == [frame(fleet_at(1))] * 3
+            assert await raw.recv() == frame(fleet_at(1))
+            nothing = CHANGES + msgspec.msgpack.encode(StateChanges(1, 1, b""))
+            while (sent := await raw.recv()) != nothing:
+                assert sent == frame(fleet_at(1))  # it subscribed before the first was sent
+            assert [await raw.recv() for _ in range(2)] == [nothing] * 2
     context.term()
     serving.cancel()
     await asyncio.wait({serving})
@@ -96,17 +124,80 @@ async def test_bad_frames_and_older_revisions_are_ignored() -> None:
             await sender.send(frame(fleet))
             await subscriber.changed(0)
             wrong_type = wire.FORMAT + msgspec.msgpack.encode({"revision": "six"})
-            for bad in (b"", b"\xff", wire.FORMAT, b"{}", wrong_type, frame(Fleet(4))):
+            for bad in (b"", b"\xff", wire.FORMAT, b"{}", wrong_type, frame(Fleet(4)), CHANGES, CHANGES + b"{}"):
                 await sender.send(bad)
-                # Only the newest frame is kept, so each must be taken before the next comes: a good one behind it shows that.
                 fleet = msgspec.structs.replace(fleet, revision=fleet.revision + 1)
                 await asyncio.sleep(0.05)
                 assert subscriber.state.replicas == fleet.replicas
                 await sender.send(frame(fleet))
                 assert await subscriber.changed(fleet.revision - 1) == fleet
+            whole, range_ = fleet.revision, lambda *ends: msgspec.msgpack.encode([("serving", 9, True, False, [ends])])
+            for bad in (
+                StateChanges(whole, whole + 1, b"\xff"),
+                StateChanges(whole, whole + 1, range_(0, 2)),  # there is one replica
+                StateChanges(whole, whole + 1, range_(-1, 1)),
+                StateChanges(whole, whole, range_(0, 1)),  # not newer
+                StateChanges(whole + 9, whole + 10, range_(0, 1)),  # since a state that is not here
+                [whole, -1, b""],
+            ):
+                await sender.send(CHANGES + msgspec.msgpack.encode(bad))
+            await sender.send(CHANGES + msgspec.msgpack.encode(StateChanges(whole, whole + 2, range_(0, 1))))
+            assert (await subscriber.changed(whole)).revision == whole + 2
+            assert [replica.version for replica in subscriber.state.replicas] == [9]
     finally:
         sender.close(linger=0)
         context.term()
+
+
+async def test_a_push_is_sent_as_what_it_changed(publisher: StatePublisher[Fleet]) -> None:
+    """Names and addresses of a thousand replicas do not travel again, and a subscriber that comes meanwhile gets all."""
+    fleet, rng, context = many(1), random.Random(0), zmq.asyncio.Context()
+    publisher.publish(fleet)
+    async with asyncio.timeout(WAIT_S), StateSubscriber(publisher.address, Fleet()) as early:
+        assert await early.changed(0) == fleet
+        with context.socket(zmq.SUB) as raw:
+            raw.connect(publisher.address)
+            raw.subscribe(b"")
+            assert decode_state(Fleet, await raw.recv()) == fleet
+            for revision in range(2, 12):
+                replicas = list(fleet.replicas)
+                for place in rng.sample(range(len(replicas)), 100) if revision % 2 else range(revision * 50):
+                    replicas[place] = msgspec.structs.replace(replicas[place], version=revision, asleep=place % 2 == 0)
+                fleet = Fleet(revision, tuple(replicas))
+                publisher.publish(fleet)
+                assert await early.changed(revision - 1) == fleet
+                sent = await raw.recv()
+                while revision_of(sent) < revision:  # a repetition
+                    sent = await raw.recv()
+                assert sent[:1] == CHANGES
+                assert len(sent) < len(encode_state(fleet))
+            async with StateSubscriber(publisher.address, Fleet()) as late:
+                assert await late.changed(0) == fleet
+            fleet = Fleet(12, (*fleet.replicas, ReplicaInfo("engine-1000", "http://10.0.0.1:1")))
+            publisher.publish(fleet)
+            assert await early.changed(11) == fleet
+    context.term()
+
+
+async def test_a_subscriber_that_lost_a_whole_state_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pubsub, "REPEAT_S", 0.05)
+    context = zmq.asyncio.Context()
+    sender = context.socket(zmq.XPUB)
+    sender.setsockopt(zmq.XPUB_VERBOSER, 1)
+    port = sender.bind_to_random_port("tcp://127.0.0.1")
+    lost = fleet_at(3, 1)
+    async with asyncio.timeout(WAIT_S), StateSubscriber(f"tcp://127.0.0.1:{port}", Fleet()) as subscriber:
+        assert await sender.recv() == SUBSCRIBE
+        await asyncio.sleep(0.06)
+        for revision in (4, 5):
+            await sender.send(changes(lost, fleet_at(revision, 2)))
+        assert [await sender.recv(), await sender.recv()] == [UNSUBSCRIBE, SUBSCRIBE]
+        assert subscriber.state == Fleet()
+        await sender.send(frame(lost))
+        await sender.send(changes(lost, fleet_at(6, 4)))
+        assert await subscriber.changed(3) == fleet_at(6, 4)
+    sender.close(linger=0)
+    context.term()
 
 
 async def test_a_subscriber_outlives_a_publisher_that_is_restarted() -> None:
@@ -158,10 +249,10 @@ async def test_a_state_that_changes_all_the_time_is_sent_as_often_as_it_may_cost
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With what a snapshot costs here there may be one every 0.2 s; the last change arrives."""
-    monkeypatch.setattr(pubsub, "MESSAGE_S", 0.02)
+    monkeypatch.setattr(pubsub, "MESSAGE_S", 0.2 * pubsub.SHARE)
     publisher = StatePublisher("tcp://127.0.0.1:*", Fleet())
     serving = asyncio.create_task(publisher.serve())
-    frames, changes = list[bytes](), 200
+    frames, last = list[bytes](), 200
     context = zmq.asyncio.Context()
     with context.socket(zmq.SUB) as raw:
         raw.connect(publisher.address)
@@ -169,10 +260,10 @@ async def test_a_state_that_changes_all_the_time_is_sent_as_often_as_it_may_cost
         async with asyncio.timeout(WAIT_S):
             frames.append(await raw.recv())
             began = asyncio.get_running_loop().time()
-            for revision in range(1, changes + 1):
+            for revision in range(1, last + 1):
                 publisher.publish(fleet_at(revision))
                 await asyncio.sleep(0.005)
-            while frames[-1] != frame(fleet_at(changes)):
+            while revision_of(frames[-1]) < last:
                 frames.append(await raw.recv())
             took = asyncio.get_running_loop().time() - began
     context.term()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import os
 import socket
@@ -138,11 +137,12 @@ class BroadcastTransport:
             expected = [
                 stack.enter_context(self._acks.expect(t.name, snapshot.version, t.replica.ranks)) for t in targets
             ]
-            plan = functools.partial(
-                snapshot.plan, BroadcastSource(), bucket_bytes=self._bucket_bytes, keep=False, acks=self._acks.address
+            address = self._acks.address
+            plan = snapshot.plan(
+                BroadcastSource(), bucket_bytes=self._bucket_bytes, keep=False, acks=address, receiver=""
             )
             announcing = [
-                target.request(target.replica.receive_weights(plan(receiver=acks.receiver)))
+                target.request(target.replica.receive_weights(msgspec.structs.replace(plan, receiver=acks.receiver)))
                 for target, acks in zip(targets, expected, strict=True)
             ]
             waits_for = f"{names(targets)} to take the announcement of version {snapshot.version}"

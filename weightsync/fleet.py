@@ -2,7 +2,7 @@
 
     engine starts ──> supervisor: starting ──> the learner pushes and verifies ──> supervisor: serving, version v
                                                                                         │
-    buffer, workers, learner <── every change, as a whole fleet, over rpc.pubsub ───────┘
+    buffer, workers, learner <── every change, over rpc.pubsub ─────────────────────────┘
 
 Only the supervisor decides what the fleet is. `serving` means verified: the learner has seen the replica's canary at `version`.
 """
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from ..common.bounded import Count, Name, Text, Version
+from ..errors import WireError
 from ..rpc.pubsub import StateSubscriber, following
 
 
@@ -34,6 +35,16 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     certificate: str = ""  # SHA-256 of the TLS certificate of its process, in hex; empty without TLS
 
 
+class ReplicasChanged(msgspec.Struct, frozen=True, array_like=True):
+    """What all replicas in `ranges` have come to: [first, end) of places in `Fleet.replicas`. A push gives many the same."""
+
+    state: Literal["starting", "serving", "draining"]
+    version: Version | None
+    answers: bool
+    asleep: bool
+    ranges: tuple[tuple[Count, Count], ...]
+
+
 class Fleet(msgspec.Struct, frozen=True):
     """All replicas; `revision` rises with every change."""
 
@@ -49,9 +60,46 @@ class Fleet(msgspec.Struct, frozen=True):
     def replica(self, name: str) -> ReplicaInfo | None:
         return next((r for r in self.replicas if r.name == name), None)
 
+    def changes_since(self, whole: Fleet) -> bytes | None:
+        """See `rpc.pubsub.Incremental`: None where a replica came, left, or is another process."""
+        if len(self.replicas) != len(whole.replicas):
+            return None
+        found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        for place, (old, new) in enumerate(zip(whole.replicas, self.replicas, strict=True)):
+            if old is new:
+                continue
+            if _process(old) != _process(new):
+                return None
+            ranges = found.setdefault((new.state, new.version, new.answers, new.asleep), [])
+            if ranges and ranges[-1][1] == place:
+                ranges[-1] = ranges[-1][0], place + 1
+            else:
+                ranges.append((place, place + 1))
+        return msgspec.msgpack.encode([(*values, ranges) for values, ranges in found.items()])
+
+    def with_changes(self, revision: int, changes: bytes) -> Fleet:
+        """See `rpc.pubsub.Incremental`."""
+        try:
+            decoded = msgspec.msgpack.decode(changes, type=tuple[ReplicasChanged, ...])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise WireError(f"these are no changes of a fleet: {error}") from None
+        replicas = list(self.replicas)
+        for one in decoded:
+            fields = {"state": one.state, "version": one.version, "answers": one.answers, "asleep": one.asleep}
+            for first, end in one.ranges:
+                if end > len(replicas):
+                    raise WireError(f"changes of {end} replicas, and there are {len(replicas)}")
+                for place in range(first, end):
+                    replicas[place] = msgspec.structs.replace(self.replicas[place], **fields)
+        return Fleet(revision, tuple(replicas))
+
     def ended(self) -> Fleet:
         """The next revision, without replicas: the run has ended."""
         return Fleet(self.revision + 1)
+
+
+def _process(replica: ReplicaInfo) -> tuple[str, str, int, str]:
+    return replica.name, replica.url, replica.incarnation, replica.certificate
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
@@ -65,8 +113,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     asleep: bool = False  # it has freed its memory until the next push
 
 
-ReportReplica = Callable[[ReplicaReport, tuple[ReplicaReport, ...]], None]
-"""Takes a report that is new, and all that are known with it."""
+ReportReplica = Callable[[ReplicaReport, dict[str, ReplicaReport]], None]
+"""Takes a report that is new, and all that are known with it, by name: the caller's own, which it goes on changing."""
 
 
 class FalseReplies(msgspec.Struct, frozen=True):

@@ -31,7 +31,6 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ..common.spans import Id, RecordSpan, Span, no_record, timed
-from ..common.tasks import Stopped, run_or_stop
 from ..configs.schema import Partial
 from ..errors import EngineError, NoAnswer, SlipstreamError, WeightSyncError, with_deadline
 from .plan import GroupPlan, TransferPlan
@@ -81,22 +80,30 @@ class PushTarget:
         self.missed_pushes = 0  # how often in a row `catch_up` did not reach it
         self.cancelled = 0  # how often in a row a version cancelled the attempt to reach it
         self.retry_at = 0.0  # of the next `catch_up` that tries it (`time.monotonic`)
-        self._left = asyncio.Event()
+        self.left = False  # it is no replica of the fleet any more
+        self._requests: set[asyncio.Timeout] = set()  # that end when it leaves
         self._command: asyncio.Future[None] | None = None
 
-    @property
-    def left(self) -> bool:
-        return self._left.is_set()
-
     def leave(self) -> None:
-        self._left.set()
+        self.left = True
+        for scope in self._requests:
+            scope.reschedule(0)  # cancels its block in the next turn of the loop
+        self._requests.clear()
 
     async def request(self, answer: Awaitable[T]) -> T:
         """Await `answer`. Raises EngineError as soon as the target leaves. A cancelled caller cancels the request."""
+        scope = asyncio.timeout(0 if self.left else None)
         try:
-            return await run_or_stop(answer, self._left)
-        except Stopped:
+            async with scope:
+                if not self.left:
+                    self._requests.add(scope)
+                return await answer
+        except TimeoutError:
+            if not scope.expired():
+                raise
             raise EngineError(f"{self.name} left the fleet") from None
+        finally:
+            self._requests.discard(scope)
 
     @property
     def settled(self) -> bool:

@@ -27,7 +27,7 @@ from ..common.tasks import in_thread
 from ..configs.schema import TransportKind
 from ..errors import WeightSyncError
 from . import delta
-from .plan import AckCollector, DeltaSource, FileSource, Source
+from .plan import AckCollector, DeltaSource, FileSource, Source, TransferPlan
 from .replica import PushResult, PushTarget, await_reply, each
 from .snapshot import WeightSnapshot
 from .stored_tensors import layout_of, write_safetensors
@@ -132,7 +132,7 @@ class FileTransport:
         self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], seconds: float, *, retry: bool
     ) -> PushResult:
         """See `Transport`. With `retry` every target gets the whole file."""
-        began, result, sources = time.perf_counter(), PushResult(), dict[PushTarget, Source]()
+        began, result, plans = time.perf_counter(), PushResult(), dict[PushTarget, TransferPlan]()
         if snapshot is not self._newest:
             self._before, self._newest, self._paths = self._newest if self._deltas else None, snapshot, {}
         before = self._before
@@ -140,16 +140,16 @@ class FileTransport:
             kept = [t for t in targets if self._kept.get(t.name) is before]
             work = functools.partial(self._write_delta, snapshot, before)
             if kept and (path := await self._file(snapshot, "delta", work, began + seconds, result)) is not None:
-                sources |= {t: DeltaSource(str(path), before.version) for t in kept}
-        if others := [t for t in targets if t not in sources]:
+                plans |= dict.fromkeys(kept, self._plan(snapshot, DeltaSource(str(path), before.version)))
+        if others := [t for t in targets if t not in plans]:
             path = await self._file(
                 snapshot, "full", functools.partial(self._write_full, snapshot), began + seconds, result
             )
-            sources |= {t: FileSource(str(path)) for t in others}
+            plans |= dict.fromkeys(others, self._plan(snapshot, FileSource(str(path))))
         for target in targets:
             self._kept.pop(target.name, None)  # until its ack is in
         left = began + seconds - time.perf_counter()
-        result.failed = await each({t.name: self._stage(t, snapshot, source, left) for t, source in sources.items()})
+        result.failed = await each({t.name: self._stage(t, plan, left) for t, plan in plans.items()})
         if self._deltas:
             self._kept |= {t.name: snapshot for t in targets if t.name not in result.failed and not t.left}
         if result.failed and snapshot is self._newest:
@@ -187,11 +187,13 @@ class FileTransport:
                 result.sent_bytes += path.stat().st_size if path else 0
             return paths[kind]
 
-    async def _stage(self, target: PushTarget, snapshot: WeightSnapshot, source: Source, seconds: float) -> None:
-        with self._acks.expect(target.name, snapshot.version, target.replica.ranks) as expected:
-            plan = snapshot.plan(
-                source, bucket_bytes=0, keep=self._deltas, acks=self._acks.address, receiver=expected.receiver
-            )
+    def _plan(self, snapshot: WeightSnapshot, source: Source) -> TransferPlan:
+        """For all replicas that get `source`; their receivers differ."""
+        return snapshot.plan(source, bucket_bytes=0, keep=self._deltas, acks=self._acks.address, receiver="")
+
+    async def _stage(self, target: PushTarget, plan: TransferPlan, seconds: float) -> None:
+        with self._acks.expect(target.name, plan.version, target.replica.ranks) as expected:
+            plan = msgspec.structs.replace(plan, receiver=expected.receiver)
 
             async def staged() -> None:
                 await target.request(target.replica.receive_weights(plan))

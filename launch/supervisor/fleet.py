@@ -6,14 +6,16 @@
                       └──────────── died: incarnation + 1 ───────────┘                drain, from anywhere ┘
 
 Invariants:
-- Every change makes and publishes a new snapshot with a higher revision; a call that changes nothing makes none.
+- Every change makes and publishes a new snapshot with a higher revision, those within `together` one; a call that changes nothing
+  makes none.
 - A name is used once. A report about an earlier incarnation, or about a replica that has left, changes nothing.
 - A replica leaves on request only while another can take its requests: serving if it served, else at least starting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -44,6 +46,7 @@ class FleetState:
         self._infos: dict[str, ReplicaInfo] = {}  # those of `fleet`, by name
         self._publish = publish
         self._next = 0
+        self._held: bool | None = None  # within `together`: whether there was a change
 
     def names(self, count: int) -> list[str]:
         first, self._next = self._next, self._next + count
@@ -51,6 +54,17 @@ class FleetState:
 
     def replica(self, name: str) -> ReplicaInfo | None:
         return self._infos.get(name)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """The changes in this block are one snapshot, made at its end: `fleet` is as before until then."""
+        self._held = False
+        try:
+            yield
+        finally:
+            changed, self._held = self._held, None
+            if changed:
+                self._changed()
 
     def join(self, name: str, url: str) -> None:
         self._infos[name] = ReplicaInfo(name, url)
@@ -114,11 +128,13 @@ class FleetState:
             return
         if info.state == "draining":
             fields.pop("state", None)
-        changed = msgspec.structs.replace(info, **fields)
-        if changed != info:
-            self._infos[name] = changed
+        if any(getattr(info, field) != value for field, value in fields.items()):
+            self._infos[name] = msgspec.structs.replace(info, **fields)
             self._changed()
 
     def _changed(self) -> None:
+        if self._held is not None:
+            self._held = True
+            return
         self.fleet = Fleet(self.fleet.revision + 1, tuple(self._infos.values()))
         self._publish(self.fleet)

@@ -34,6 +34,7 @@ from .replicas import ReplicaManager
 
 log = logging.getLogger(__name__)
 
+GATHER_S = 0.01  # how long a signal may wait for others: the event loop turns for all of them at once
 OLD_S = 60.0  # younger waits are not reported
 STALL_S = 60.0  # shortest time without a step that is reported
 STALL_FACTOR = 5.0  # a run without a step for this many times the slowest of the last `STEPS` steps has stalled
@@ -109,7 +110,7 @@ class HealthMonitor:
         self.foreign = 0  # signals that were dropped
 
     async def listen(self, server: RpcServer[RoleSignal]) -> None:
-        async for request in server.arriving():
+        async for request in server.arriving(GATHER_S):
             self._receive(request)
 
     def _receive(self, request: RpcRequest[RoleSignal]) -> None:
@@ -158,8 +159,8 @@ class HealthMonitor:
         if beat.checkpoint != role.checkpoint:
             role.checkpoint = beat.checkpoint
             role.saved.set()
-        for report in beat.replicas:
-            self._replicas.update(report)
+        if beat.replicas:
+            self._replicas.update(*beat.replicas)
 
     async def watch(self) -> None:
         """Kill the roles that are silent, and report remarkable waits, until cancelled."""

@@ -4,7 +4,8 @@ Invariants:
 - A thread of its own sends heartbeats, so that a learner deep in a step is not taken for dead. A stopped process falls silent; one
   whose event loop is followed and blocked sends no sign of life, but where it is blocked.
 - Every heartbeat that is due carries the role's whole state, so that it repeats what a lost message reported. What changes in
-  between is sent at once, of replicas only what changed: a push that reaches a thousand of them sends a thousand short messages.
+  between is sent at once. Of replicas only what changed is, within `GATHER_S` and together: a push that reaches a thousand of them
+  costs the supervisor few messages.
 - Reporting never blocks the role.
 """
 
@@ -27,6 +28,7 @@ from ...rpc.client import RpcNotifier
 from ...weightsync.fleet import FalseReplies, ReplicaReport
 
 BEAT_S = 2.0  # between heartbeats; `launch.heartbeat_s` of silence means death
+GATHER_S = 0.005  # how long a report about a replica may wait for others
 CLOSE_S = 5.0  # how long the last messages may take to leave when a role ends
 LINGER_MS = 3000  # the supervisor may be busy, and a connection begins with the proof of a key
 REPLICAS, OUTCOMES = 1 << 14, 1000  # most replicas that a heartbeat reports, and outcomes that a step has
@@ -86,6 +88,7 @@ class RoleFailed(msgspec.Struct, frozen=True, tag=True):
     expected: bool
 
 
+REPORTS = "reports"  # in the outbox: there are reports about replicas
 RoleSignal = Heartbeat | StepReported | RoleMessage | RoleFailed
 RIGHTS = {StepReported: ("learner",), Heartbeat: None, RoleMessage: None, RoleFailed: None}
 """The kinds of roles that may send each signal; None for every role."""
@@ -99,8 +102,11 @@ class HeartbeatSender:
         self._address = address
         self._loop_thread = 0
         self._last = Heartbeat(role)
+        self._known: dict[str, ReplicaReport] = {}
+        self._changed: dict[str, ReplicaReport] = {}  # reports that are not sent yet
+        self._changing = threading.Lock()
         self._turned = threading.Event()
-        self._outbox: queue.SimpleQueue[RoleSignal | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[RoleSignal | Literal["reports"] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> HeartbeatSender:
@@ -127,10 +133,14 @@ class HeartbeatSender:
     def failed(self, text: str, *, expected: bool) -> None:
         self._outbox.put(RoleFailed(self.role, text[:TEXT_LENGTH], expected))
 
-    def report_replica(self, changed: ReplicaReport, known: tuple[ReplicaReport, ...]) -> None:
-        """`changed` is new; with it these are `known`."""
-        self._last = msgspec.structs.replace(self._last, replicas=known)
-        self._outbox.put(msgspec.structs.replace(self._last, waits=current_waits(), replicas=(changed,)))
+    def report_replica(self, changed: ReplicaReport, known: dict[str, ReplicaReport]) -> None:
+        """`changed` is new; with it these are `known`, now and in later calls."""
+        self._known = known
+        with self._changing:
+            first = not self._changed
+            self._changed[changed.name] = changed
+        if first:
+            self._outbox.put(REPORTS)
 
     def report_false_replies(self, replies: tuple[FalseReplies, ...]) -> None:
         self._report(false_replies=replies)
@@ -151,23 +161,38 @@ class HeartbeatSender:
             await asyncio.sleep(BEAT_S / 2)
 
     def _run(self) -> None:
-        due = time.monotonic() + BEAT_S
+        beat_at, reports_at = time.monotonic() + BEAT_S, float("inf")
         with RpcNotifier(self._address, linger_ms=LINGER_MS) as supervisor:
             while True:
                 try:
-                    signal = self._outbox.get(timeout=max(0.0, due - time.monotonic()))
+                    signal = self._outbox.get(timeout=max(0.0, min(beat_at, reports_at) - time.monotonic()))
                 except queue.Empty:
-                    signal, due = self._beat(), time.monotonic() + BEAT_S
+                    if reports_at < beat_at:
+                        signal, reports_at = self._reports(), float("inf")
+                    else:
+                        signal, beat_at = self._beat(), time.monotonic() + BEAT_S
+                # What is sent is dropped where the queue is full: the supervisor is gone, and this process ends, too.
                 if signal is None:
+                    if reports_at < float("inf"):
+                        supervisor.notify(self._reports())
                     return
-                # Dropped where the queue is full: the supervisor is gone, and this process ends, too.
-                supervisor.notify(signal)
+                if isinstance(signal, str):
+                    reports_at = time.monotonic() + GATHER_S
+                else:
+                    supervisor.notify(signal)
+
+    def _reports(self) -> Heartbeat:
+        """What is new of replicas."""
+        with self._changing:
+            changed, self._changed = self._changed, {}
+        return msgspec.structs.replace(self._last, waits=current_waits(), replicas=tuple(changed.values()))
 
     def _beat(self) -> Heartbeat:
         turned = self._turned.is_set()
         self._turned.clear()
         stuck_at = _innermost_frames(self._loop_thread) if self._loop_thread and not turned else ""
-        return msgspec.structs.replace(self._last, waits=current_waits(), stuck_at=stuck_at)
+        known = tuple(self._known.copy().values())  # copying is atomic
+        return msgspec.structs.replace(self._last, waits=current_waits(), stuck_at=stuck_at, replicas=known)
 
 
 def _innermost_frames(thread: int) -> str:

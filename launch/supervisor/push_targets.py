@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from ...common.bounded import TEXT_LENGTH
 from ...errors import DeadlineExceeded, with_deadline
+from ...rollout.engines.http_client import PUSH_KEEPALIVE_S
 from ...rollout.engines.http_engine import HttpEngine
 from ...rpc.pubsub import StateSubscriber
 from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport, ReportReplica
@@ -42,6 +43,7 @@ class PushTargets:
             incarnation, engine = old.get(replica.name, (-1, None))
             if engine is None or incarnation != replica.incarnation:
                 engine = self._make_engine(replica)
+                engine.keep_connections(PUSH_KEEPALIVE_S)
             self._engines[replica.name] = (replica.incarnation, engine)
             if replica.state == "starting":
                 self.joined.set()
@@ -72,7 +74,7 @@ class PushTargets:
         if name in self._engines:
             changed = ReplicaReport(name, self._engines[name][0], version, missed, why[:TEXT_LENGTH], asleep)
             self._reports[name] = changed
-            self._report(changed, tuple(self._reports.values()))
+            self._report(changed, self._reports)
 
     def _close(self, engine: HttpEngine) -> None:
         closing = asyncio.create_task(engine.close(), name=f"closing {engine.name}")

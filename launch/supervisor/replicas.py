@@ -126,8 +126,13 @@ class ReplicaManager(RolePool):
                 lines.append(f"{name}: {why}" if info else f"{name} has left the fleet: {why}")
         return "; ".join(lines)
 
-    def update(self, report: ReplicaReport) -> None:
-        """Take in what the learner knows of a replica; it may be repeated."""
+    def update(self, *reports: ReplicaReport) -> None:
+        """Take in what the learner knows of replicas; it may be repeated."""
+        with self._state.together():
+            for report in reports:
+                self._update(report)
+
+    def _update(self, report: ReplicaReport) -> None:
         info = self._state.replica(report.name)
         if info is None or info.incarnation != report.incarnation or self._is_liar(info):
             return

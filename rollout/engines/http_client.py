@@ -2,6 +2,8 @@
 
 Invariants:
 - No retries. A server that refuses, resets or fails is an EngineError at once; the router tries another.
+- A stream of a completion has a connection of its own, of aiohttp. All other calls share connections (`http_connection`): a push
+  and a probe cost the learner and the supervisor a call for each replica, and with TLS a handshake costs more than the call.
 - Every request carries the token that the client was given. A server with TLS is only talked to where its certificate is known, and
   only if it has that one.
 - A server that sends nothing during a completion fails before the caller's own deadline, so that the completion can continue
@@ -15,6 +17,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
@@ -23,12 +26,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from ...errors import DeadlineExceeded, EngineError, NoAnswer, with_deadline
 from .access import ServerAccess
 from .base import FalseReply, RequestRejected
+from .http_connection import OK, BrokenExchange, HttpConnections, WrongCertificate
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 KEEPALIVE_S = 3.0  # of an idle connection; servers keep it longer, lest a request meet a closing socket
+PUSH_KEEPALIVE_S = (
+    60.0  # of rank 0's, between two pushes: with TLS a new connection costs more than all calls of a push
+)
 SERVER_KEEPALIVE_S = 600  # the servers' default of 5 s is too near to `KEEPALIVE_S` on a busy machine
 ABORT_S = 5.0  # longest wait for a server to confirm an abort; it takes milliseconds
 # Longest wait for the first chunk of a stream, as a share of `request_s`: a request may queue, and the remaining time must
@@ -71,11 +78,12 @@ class HttpClient:
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         self.name = name
+        self.url = url.rstrip("/")
         self._keepalive_s = keepalive_s
         access = access or ServerAccess()
         self._headers = {"Content-Type": "application/json", **access.headers}
-        self.trust(access.certificate)
-        self.url = url.rstrip("/")
+        self._connections = HttpConnections(self.url, self._headers, keepalive_s)
+        self._certificate = access.certificate
         self.request_s = request_s
         self.first_s = max(IDLE_LEAST_S, FIRST_SHARE * request_s)
         self.idle_s = max(IDLE_LEAST_S, IDLE_SHARE * request_s)
@@ -85,7 +93,13 @@ class HttpClient:
 
     def trust(self, certificate: str) -> None:
         """From now on talk only to a server with this certificate, its SHA-256 in hex; empty: it is not known."""
-        self._pinned = aiohttp.Fingerprint(bytes.fromhex(certificate)) if certificate else None
+        if certificate != self._certificate:
+            self._certificate = certificate
+            self._connections.close()
+
+    def keep_connections(self, seconds: float) -> None:
+        """From now on connections of `call` stay open for so long while they are idle."""
+        self._connections.keepalive_s = seconds
 
     async def close(self) -> None:
         """Close the connections. Requests within `aborting` end with Disconnected at once; their aborts are sent from here. The
@@ -94,6 +108,7 @@ class HttpClient:
         for scope in aborts:
             scope.reschedule(0)  # cancels its block in the next turn of the loop
         await asyncio.gather(*self._sending, *(self._abort(path, body) for path, body in aborts.values()))
+        self._connections.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -106,9 +121,8 @@ class HttpClient:
         *,
         body: object = None,
         seconds: float | None = None,
-        reuse: bool = False,
     ) -> bytes:
-        """One request and its whole answer. Without `reuse` on a new connection: after an error a server closes the old one.
+        """One request and its whole answer.
 
         Raises:
             RequestRejected: the server says that the request is wrong.
@@ -117,8 +131,19 @@ class HttpClient:
         """
 
         async def exchange() -> bytes:
-            async with self._request(method, path, query, body, reuse) as response:
-                return await response.read()
+            target = f"{path}?{urlencode(query)}" if query else path
+            data = b"" if body is None else msgspec.json.encode(body)
+            self._require_certificate()
+            try:
+                answer = await self._connections.exchange(method, target, data, self._certificate)
+            except WrongCertificate as error:
+                raise self._wrong_certificate() from error
+            except BrokenExchange as error:
+                raise self._broken(error) from error
+            except OSError as error:
+                raise self._unreachable(error) from error
+            self._require_success(answer.status, answer.body, path)
+            return answer.body
 
         return await self._within(seconds, exchange(), path)
 
@@ -132,7 +157,7 @@ class HttpClient:
             try:
                 async with (
                     asyncio.timeout(silence_s) as silence,
-                    self._request("POST", path, None, body, reuse=True) as response,
+                    self._streamed(path, body) as response,
                 ):
                     async for data in response.content.iter_any():
                         *lines, rest = (rest + data).split(b"\n")
@@ -195,7 +220,7 @@ class HttpClient:
         """Values of these Prometheus samples, summed over all with `labels`; of `optional` ones where the server has them. Raises
         EngineError where another one is missing, FalseReply where one is no number."""
         values, asked = dict[str, float](), (*names, *optional)
-        text = (await self.call("GET", "/metrics", reuse=True)).decode(errors="replace")
+        text = (await self.call("GET", "/metrics")).decode(errors="replace")
         # Parsing all histograms of a server is slow.
         wanted = [line for line in text.splitlines() if line.startswith(asked)]
         try:
@@ -229,32 +254,46 @@ class HttpClient:
         )
 
     @asynccontextmanager
-    async def _request(
-        self, method: str, path: str, query: dict[str, str] | None, body: object, reuse: bool
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = self._headers if reuse else self._headers | {"Connection": "close"}
-        data = msgspec.json.encode(body) if body is not None else None
+    async def _streamed(self, path: str, body: object) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        url = self.url + path
-        if url.startswith("https:") and self._pinned is None:
-            raise EngineError(f"{self.name} at {self.url} has not said yet which certificate it has")
-        options = {"params": query, "data": data, "headers": headers, "ssl": self._pinned or True}
+        self._require_certificate()
+        pinned = aiohttp.Fingerprint(bytes.fromhex(self._certificate)) if self._certificate else True
+        data = msgspec.json.encode(body)
         try:
-            async with self._session.request(method, url, **options) as response:
-                if response.status != 200:
-                    reason = (await response.read()).decode(errors="replace").strip()[:500]
-                    kind = RequestRejected if response.status in REFUSALS else ErrorStatus
-                    raise kind(f"{self.name} at {url} answered {response.status}: {reason}")
+            async with self._session.post(self.url + path, data=data, headers=self._headers, ssl=pinned) as response:
+                if response.status != OK:
+                    self._require_success(response.status, await response.read(), path)
                 yield response
         except aiohttp.ServerFingerprintMismatch as error:
-            raise EngineError(f"{self.name} at {self.url} has another certificate than this run's server") from error
+            raise self._wrong_certificate() from error
         except aiohttp.ClientConnectorError as error:
-            raise EngineError(f"{self.name} at {self.url} is not reachable: {error}") from error
+            raise self._unreachable(error) from error
         except (aiohttp.ClientError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise Disconnected(f"{self.name} at {self.url} broke the connection: {reason}") from error
+            raise self._broken(error) from error
+
+    def _require_success(self, status: int, body: bytes, path: str) -> None:
+        """Raises RequestRejected, ErrorStatus."""
+        if status != OK:
+            reason = body.decode(errors="replace").strip()[:500]
+            kind = RequestRejected if status in REFUSALS else ErrorStatus
+            raise kind(f"{self.name} at {self.url}{path} answered {status}: {reason}")
+
+    def _require_certificate(self) -> None:
+        """Raises EngineError."""
+        if self.url.startswith("https:") and not self._certificate:
+            raise EngineError(f"{self.name} at {self.url} has not said yet which certificate it has")
+
+    def _wrong_certificate(self) -> EngineError:
+        return EngineError(f"{self.name} at {self.url} has another certificate than this run's server")
+
+    def _unreachable(self, error: Exception) -> EngineError:
+        return EngineError(f"{self.name} at {self.url} is not reachable: {error}")
+
+    def _broken(self, error: Exception) -> Disconnected:
+        reason = str(error) or type(error).__name__
+        return Disconnected(f"{self.name} at {self.url} broke the connection: {reason}")
 
     async def _within(self, seconds: float | None, exchange: Any, path: str) -> Any:
         return await with_deadline(
@@ -266,7 +305,7 @@ async def is_healthy(client: HttpClient, path: str) -> bool | None:
     """True if a GET succeeds, False if the server answers with an error, None without an answer within the client's `request_s`.
     After a success the next call uses the same connection, after a failure another one."""
     try:
-        await client.call("GET", path, reuse=True)
+        await client.call("GET", path)
         return True
     except (ErrorStatus, RequestRejected):
         well = False

@@ -140,7 +140,7 @@ class SglangEngine(HttpEngine):
 
     async def get_load(self) -> EngineLoad:
         """Requests that arrived while the server was paused are not counted yet."""
-        loads = self.decode(await self.call("GET", "/v1/loads", {"include": "core"}, reuse=True), _Loads).loads
+        loads = self.decode(await self.call("GET", "/v1/loads", {"include": "core"}), _Loads).loads
         if not loads:
             raise EngineError(f"{self.name} at {self.url} does not report its load")
         return EngineLoad(

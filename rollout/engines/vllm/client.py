@@ -129,7 +129,7 @@ class VllmEngine(HttpEngine):
         await self.call("POST", "/wake_up", {"tags": WEIGHTS}, seconds=self.push_s)
 
     async def join_group(self, plan: GroupPlan) -> None:
-        body = {"init_info": {"plan": msgspec.to_builtins(plan)}}
+        body = {"init_info": {"plan": plan}}
         await self.call("POST", "/init_weight_transfer_engine", body=body, seconds=self.push_s)
 
     async def receive_weights(self, plan: TransferPlan) -> None:
@@ -140,7 +140,7 @@ class VllmEngine(HttpEngine):
             # An earlier push was never swapped in. Finishing it would load it; the next plan replaces what it staged.
             if "already active" not in str(error):
                 raise
-        body = {"update_info": {"plan": msgspec.to_builtins(plan)}}
+        body = {"update_info": {"plan": plan}}
         await self.call("POST", "/update_weights", body=body, seconds=self.push_s)
         self._received = plan.version
 
