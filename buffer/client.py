@@ -12,12 +12,14 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 import zmq.asyncio
 
+from ..common.images import PlacedImage
 from ..rpc.client import RpcClient
 from ..rpc.security import KeyPair
 from . import messages as m
@@ -29,6 +31,7 @@ from .trajectory import DETAIL_LIMIT, BatchRow, EncodedRow, EncodedTrajectory, O
 
 # Time without a reply after which a request is sent again. A lease or a batch may take longer; repeating one is cheap.
 RESEND_S = 5.0
+NO_IMAGES: Mapping[str, bytes] = {}
 R = TypeVar("R")
 
 
@@ -100,15 +103,20 @@ class BufferClient:
         outcome: Outcome,
         trajectories: Sequence[Trajectory],
         failed_branches: Sequence[Trajectory] = (),
+        image_files: Mapping[str, bytes] = NO_IMAGES,
     ) -> None:
-        """Returns once the episode is durable. `failed_branches` are those of an episode that failed and is not trained on.
+        """Returns once the episode is durable. `failed_branches` are those of an episode that failed and is not trained on;
+        `image_files` has the files of all images in both, by digest.
 
         Raises:
             WireError: a trajectory is longer than the buffer takes.
         """
         outcome = msgspec.structs.replace(outcome, detail=outcome.detail[:DETAIL_LIMIT])
         branches, failed = (tuple(map(EncodedTrajectory.of, some)) for some in (trajectories, failed_branches))
-        await self._request(m.DeliverEpisode(self.name, episode_id, generated, outcome, branches, failed), m.Ack)
+        named = {image.digest for one in (*trajectories, *failed_branches) for image in one.images}
+        images = tuple(np.frombuffer(image_files[digest], dtype=np.uint8) for digest in sorted(named))
+        request = m.DeliverEpisode(self.name, episode_id, generated, outcome, branches, failed, images)
+        await self._request(request, m.Ack)
 
     async def deregister(self) -> None:
         await self._request(m.Deregister(self.name), m.Ack)
@@ -139,6 +147,16 @@ class BufferClient:
         """
         reply = await self._request(m.FetchRows(version, tuple(row.id for row in rows)), m.RowsReply, deadline_s)
         return tuple(row.with_arrays(arrays) for row, arrays in zip(rows, reply.arrays, strict=True))
+
+    async def images(self, images: Iterable[PlacedImage]) -> dict[str, bytes]:
+        """The files of `images`, by digest. Raises StateError where the buffer has one of them not."""
+        named = {image.digest: image.name for image in images}
+        found: dict[str, bytes] = {}
+        for start in range(0, len(named), m.IMAGES_AT_ONCE):
+            some = tuple(named)[start : start + m.IMAGES_AT_ONCE]
+            reply = await self._request(m.FetchImages(tuple(named[digest] for digest in some)), m.ImagesReply)
+            found |= {digest: file.tobytes() for digest, file in zip(some, reply.files, strict=True)}
+        return found
 
     async def take(self, version: int, deadline_s: float) -> BatchPlan[Trajectory]:
         """The whole batch for `version`. Raises as `take_plan` and `fetch_rows`."""
