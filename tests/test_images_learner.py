@@ -181,7 +181,7 @@ def test_it_is_fine_tuned_on_images(policy: Path) -> None:
     backend = open_backend(policy)
     try:
         how = {"tokens_per_microbatch": 256, "seed": 0, "report": lambda news: None}
-        config = Sft(epochs=20, held_out=0.0, tokens_per_step=256, lr=5e-3)
+        config = Sft(epochs=60, held_out=0.0, tokens_per_step=256, lr=5e-3)
         result = run_sft(backend, sequences, config, **how, images=ExampleImages(tuple(placed), files))  # type: ignore[arg-type]
     finally:
         backend.close()

@@ -9,11 +9,12 @@ from slipstream.configs import load
 from slipstream.envs import Observation
 from slipstream.errors import ConfigError
 from slipstream.launch.image_checks import check_images, check_opening
-from slipstream.tests.runs import SMALL, leftovers, metrics, query, slipstream, tiny_policy
+from slipstream.tests.runs import SMALL, leftovers, metrics, slipstream, tiny_policy
 from slipstream.tests.seeing import asked, picture, renderer_of, seeing_policy
 
 ROOT = Path(__file__).parent.parent
 SERVER = "rollout.engine.kind=transformers"
+HIDDEN = "env.arguments={hidden: true}"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ((SERVER, "learner.backend.parallel.context=2", "learner.backend.ranks=2"), "context=2 splits no images"),
         ((SERVER, "learner.algorithm.advantage.kind=gae"), "kind=gae trains a second model, which sees none"),
         (
-            (SERVER, "learner.algorithm.kl.coefficient=0.1", "learner.aux_models.reference=1"),
+            (SERVER, "learner.algorithm.kl={kind: loss, coefficient: 0.1}", "learner.aux_models.reference=1"),
             "aux_models.reference=1: ranks of",
         ),
         ((SERVER, "reward={kind: judge, path: judges}"), "reward.kind=judge scores text; allowed is environment"),
@@ -55,7 +56,7 @@ def test_what_takes_no_images_is_refused_by_one_line(policy: Path, keys: tuple[s
 def test_what_takes_images_is_not_refused(policy: Path) -> None:
     for options in ("[]", "[recompute, frozen_vision]"):
         check_images(load("quickstart", [f"model.path={policy}", SERVER, f"learner.backend.options={options}"]))
-    kl = f"learner.algorithm.kl={{coefficient: 0.1, reference: {policy}}}"
+    kl = f"learner.algorithm.kl={{kind: loss, coefficient: 0.1, reference: {policy}}}"
     check_images(load("quickstart", [f"model.path={policy}", SERVER, kl]))
 
 
@@ -72,42 +73,35 @@ def test_a_model_without_a_vision_tower_is_told_so(policy: Path, tmp_path: Path)
     with pytest.raises(ConfigError, match="'qwen3' shows no images, and colors has some; allowed is qwen3-vl"):
         check_opening(other, object(), "colors", shows)  # type: ignore[arg-type]
     mixed = load(
-        "quickstart", [f"model.path={policy}", SERVER, f"learner.algorithm.kl={{coefficient: 0.1, reference: {blind}}}"]
+        "quickstart",
+        [f"model.path={policy}", SERVER, f"learner.algorithm.kl={{kind: loss, coefficient: 0.1, reference: {blind}}}"],
     )
     with pytest.raises(ConfigError, match="sees no images; allowed are models that do"):
         check_images(mixed)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hidden", [False, True])
-def test_a_model_learns_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
-    """From random weights: warmed up on demonstrations of which half guess, it learns to say what it sees; with `hidden` a tool
-    shows it. The engine and the learner compute the same log-probs of it."""
+def test_a_model_learns_to_count_what_a_tool_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From random weights: warmed up on demonstrations of which half guess, it learns to say what it sees. Every version that is
+    pushed, its vision tower included, gives the learner's log-probs."""
     monkeypatch.chdir(ROOT)
     example, run = "examples/counting.yaml", tmp_path / "run"
-    keys = [f"env.arguments={{hidden: {str(hidden).lower()}}}"]
-    slipstream("init-model", str(tmp_path / "random"), "--config", example, *keys)
-    few = ("sft.demonstrations=768", "sft.epochs=2", *keys)
+    slipstream("init-model", str(tmp_path / "random"), "--config", example, HIDDEN)
+    few = ("sft.demonstrations=2048", HIDDEN)
     slipstream("sft", example, f"model.path={tmp_path / 'random'}", f"sft.out={tmp_path / 'model'}", *few)
-    small = (
-        *SMALL,
-        "buffer.groups_per_batch=8",
-        "buffer.group_size=8",
-        "learner.steps=12",
-        "learner.checkpoint_every=12",
-    )
-    slipstream("train", example, f"model.path={tmp_path / 'model'}", f"run.dir={run}", *small, *keys)
+    groups = ("buffer.groups_per_batch=8", "buffer.group_size=8", "buffer.max_staleness=0")
+    steps = ("learner.steps=12", "learner.checkpoint_every=12")
+    slipstream("train", example, f"model.path={tmp_path / 'model'}", f"run.dir={run}", *SMALL, *groups, *steps, HIDDEN)
     rows = metrics(run)
     rewards = [row["reward_mean"] for row in rows]
     first, last = sum(rewards[:2]) / 2, sum(rewards[-3:]) / 3
-    assert last > first + 0.2, rewards
-    assert max(row["mismatch_max"] for row in rows) < 1e-3
-    files = [path for path in (run / "images").glob("*/*.png")]
-    assert files
+    assert last > first + 0.15, rewards
+    assert all(row["mismatch_max"] < 1e-3 for row in rows)
+    files = list((run / "images").glob("*/*.png"))
+    assert len(files) > 64
     shown = slipstream("show", str(run), "--best").stdout.replace("\n", "")
     assert any(f"images/{path.name[:2]}/{path.name}" in shown for path in files)
     assert f"images: {len(files)} files" in slipstream("ledger", str(run)).stdout
     slipstream("export", str(run), "--to", "jsonl")
     assert '"images":[{"start":' in (run / "trajectories.jsonl").read_text()
-    assert query(run, "SELECT count(*) FROM trajectories")[0][0] >= 12 * 64
     assert leftovers(run) == []
