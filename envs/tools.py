@@ -178,13 +178,14 @@ async def _run(tool: Tool, arguments: JSON, seconds: float) -> Result:
         if isinstance(error, asyncio.CancelledError) and tasks.being_cancelled():
             raise
         raise ToolError(f"the tool {name!r} failed: {describe_user_error(error)}") from error
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, str | Image) for part in parts) or isinstance(content, Image):
-        why = without_await(content)
-        raise ToolError(
-            f"the tool {name!r}: {why}" if why else f"the tool {name!r} returned {type(content).__name__}, not text"
-        )
-    return content
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, str | Image) for part in content):
+        return content
+    why = without_await(content)
+    raise ToolError(
+        f"the tool {name!r}: {why}" if why else f"the tool {name!r} returned {type(content).__name__}, not text"
+    )
 
 
 def calculate(expression: str) -> str:
