@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from ..common.modelscope import is_on_modelscope
 from ..configs import Config
-from ..configs.algorithm import named_references, needs_critic
+from ..configs.algorithm import Dpo, named_references, needs_critic
 from ..configs.backends import FROZEN_VISION, Megatron
 from ..configs.reward import ModelReward
 from ..configs.schema import Transformers
+from ..configs.sft import SftConfig
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def _problems(config: Config) -> Iterator[str]:
     for key, path in named_references(learner.algorithm).items():
         if not has_images(path):
             yield f"{key}: {path!r} sees no images; allowed are models that do"
+    if isinstance(config, SftConfig) and config.sft.preferences and not isinstance(config.sft.loss, Dpo):
+        yield "sft.preferences trains a classifier of text; allowed are sft.messages, demonstrations, and sft.loss.kind=dpo"
     if isinstance(config.reward, ModelReward):
         yield f"reward.kind={config.reward.__struct_config__.tag} scores text; allowed is environment"
 
