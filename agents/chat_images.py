@@ -4,7 +4,7 @@
     [{"type": "text", "text": "How many? "}, {"type": "image", "image": png}, {"type": "text", "text": "Answer."}]
 
 Invariants:
-- A message without images is its text, as before there were images.
+- A message without images stays text: what a session shows without images touches nothing here.
 - Every image of a message has its own tokens, or there is an error: a chat format drops none unseen.
 """
 
@@ -20,10 +20,8 @@ from ..envs.base import Message
 from ..errors import PolicyError
 
 
-def chat_parts(message: Message) -> str | list[dict[str, Any]]:
+def chat_parts(message: Message) -> list[dict[str, Any]]:
     """The content of a message in OpenAI's and Hugging Face's form."""
-    if not message.images:
-        return message.content
     parts, before = list[dict[str, Any]](), 0
     for image in message.images:
         if text := message.content[before : image.at]:

@@ -222,6 +222,8 @@ class Session:
 
     def _shown(self, rendered: RenderedTokens, messages: Sequence[Message]) -> tuple[PlacedImage, ...]:
         """The images of `messages` in their tokens; their files are kept. Raises PolicyError where the chat format has none."""
+        if not any(message.images for message in messages):
+            return ()
         placed, files = placed_images(rendered, messages)
         self.image_files |= files
         return placed
@@ -376,7 +378,8 @@ def to_tools(tools: Sequence[ToolSpec]) -> list[ChatTool] | None:
 
 
 def _chat(message: Message) -> ChatMessage:
-    chat: dict[str, Any] = {"role": message.role, "content": chat_parts(message)}
+    content = chat_parts(message) if message.images else message.content
+    chat: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         chat["tool_calls"] = [
             {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}

@@ -149,11 +149,13 @@ def _spec(tool: ToolSpec) -> dict[str, Any]:
 
 
 def _to_openai(message: Message) -> dict[str, Any]:
-    written: dict[str, Any] = {"role": message.role, "content": chat_parts(message)}
-    for part in written["content"] if message.images else ():
-        if (data := part.pop("image", None)) is not None:
-            url = f"data:image/{kind_of(data)};base64,{base64.b64encode(data).decode()}"
-            part |= {"type": "image_url", "image_url": {"url": url}}
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.images:
+        written["content"] = parts = chat_parts(message)
+        for part in parts:
+            if (data := part.pop("image", None)) is not None:
+                url = f"data:image/{kind_of(data)};base64,{base64.b64encode(data).decode()}"
+                part |= {"type": "image_url", "image_url": {"url": url}}
     if message.tool_calls:
         written["tool_calls"] = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}

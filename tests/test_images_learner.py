@@ -124,6 +124,9 @@ def test_rows_are_scored_as_transformers_scores_their_sequences(policy: Path) ->
         wrong = msgspec.structs.replace(packed, image_files=dict.fromkeys(packed.image_files, picture("red", 64, 64)))
         with pytest.raises(LearnerError, match="has 8 x 8 patches, its trajectory says 4 x 4"):
             backend.logprobs([wrong])
+        broken = msgspec.structs.replace(packed, image_files=dict.fromkeys(packed.image_files, b"no image"))
+        with pytest.raises(LearnerError, match="cannot be read"):
+            backend.logprobs([broken])
     finally:
         backend.close()
 

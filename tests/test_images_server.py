@@ -153,7 +153,8 @@ def test_an_image_that_does_not_fit_its_tokens_is_refused(policy: Path) -> None:
 
     for wrong, why in [
         (PromptImage(image.start, image.end, picture("red", 64, 64)), "came with 4 tokens, it has 16"),
-        (PromptImage(image.start, image.end, b"no image"), "cannot be read"),
+        (PromptImage(image.start, image.end, image.data[:60]), "cannot be read"),
+        (PromptImage(image.start, image.end, b"GIF89a"), "begins with b'GIF89a'; allowed are files of png, jpeg"),
     ]:
         with pytest.raises(BadRequest, match=why):
             runner.add(request(wrong).sequence(limits))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from slipstream.agents import Completion, load_renderer
 from slipstream.agents.chat_images import chat_parts, require_text
+from slipstream.agents.session import to_chat
 from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, VersionSpan
 from slipstream.common.images import PlacedImage, PromptImage, digest_of
 from slipstream.envs import Image, Message, ToolCall, ToolEnv
@@ -55,7 +56,7 @@ def test_a_message_is_a_list_of_parts() -> None:
         {"type": "image", "image": BLUE},
         {"type": "text", "text": "Answer."},
     ]
-    assert chat_parts(Message("user", "How many?")) == "How many?"
+    assert to_chat([Message("user", "How many?")])[0]["content"] == "How many?"
 
 
 async def test_an_image_has_its_tokens_and_a_later_turn_extends_them(policy: Path) -> None:

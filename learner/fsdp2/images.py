@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
-from ...common.image_processor import ImageProcessor
-from ...common.images import moved_images
+from ...common.image_processor import ImageProcessor, Pixels
+from ...common.images import PlacedImage, moved_images
 from ...common.vision import PassImages, VisionTower
 from ...errors import LearnerError
 from ..packing import MicroBatch
@@ -40,6 +40,12 @@ class RowImages:
         ]
         return torch.cat(positions, 1)[:, None, kept].to(device)
 
+    def _read(self, image: PlacedImage, data: bytes) -> Pixels:
+        try:
+            return self._processor.pixels(data)
+        except Exception as error:  # Pillow raises whatever a broken file makes its decoders raise; some are OSErrors
+            raise LearnerError(f"the image {image.name} cannot be read: {error}") from error
+
     def _seen(self, row: MicroBatch, kept: torch.Tensor, device: torch.device) -> PassImages | None:
         """The images at the tokens `kept`; None where there is none."""
         pixels, grids, firsts, read = list[torch.Tensor](), list[list[int]](), dict[str, int](), 0
@@ -50,7 +56,7 @@ class RowImages:
             if where[-1] >= len(kept) or not torch.equal(kept[where], tokens):
                 continue  # it is in a prefix that another sequence computes
             if image.digest not in firsts:
-                found = self._processor.pixels(row.image_files[image.digest])
+                found = self._read(image, row.image_files[image.digest])
                 if (found.height, found.width) != (image.height, image.width):
                     raise LearnerError(
                         f"the image {image.name} has {found.height} x {found.width} patches, its trajectory says "

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ....common.image_processor import ImageProcessor, Pixels
-from ....common.images import PlacedImage, digest_of
+from ....common.images import KINDS, PlacedImage, PromptImage, digest_of, kind_of
 from ....common.vision import PassImages, VisionTower
 from ..server import contract
 from ..server.protocol import BadRequest
@@ -39,29 +39,28 @@ class SeenImages:
         self._prompts: dict[str, _Prompt] = {}
 
     def add(self, sequence: contract.Sequence) -> Sequence[PlacedImage]:
-        """Read the images of a sequence; none of it are known afterwards where it has none. Raises BadRequest: one cannot be read,
-        or has another number of tokens."""
+        """Read the images of a sequence, and say where they are. Raises BadRequest: one cannot be read, or has another number of
+        tokens."""
         if not sequence.images:
             return ()
-        placed, pixels = list[PlacedImage](), list[Pixels]()
-        for image in sequence.images:
-            try:
-                read = self._processor.pixels(image.data)
-            except Exception as error:  # Pillow raises whatever a broken file makes its decoders raise
-                raise BadRequest(f"an image cannot be read: {error}") from None
-            if (tokens := self._processor.tokens(read)) != image.end - image.start:
-                raise BadRequest(
-                    f"an image of {read.height} x {read.width} patches came with {image.end - image.start} tokens, it has {tokens}"
-                )
-            placed.append(
-                PlacedImage(
-                    image.start, image.end, digest_of(image.data), "png", read.height, read.width
-                )  # kind: not used
-            )
-            pixels.append(read)
+        read = [self._read(image) for image in sequence.images]
+        placed = [one for one, _ in read]
         positions = self._tower.positions(torch.tensor(sequence.token_ids), placed)
-        self._prompts[sequence.id] = _Prompt(placed, pixels, positions)
+        self._prompts[sequence.id] = _Prompt(placed, [pixels for _, pixels in read], positions)
         return placed
+
+    def _read(self, image: PromptImage) -> tuple[PlacedImage, Pixels]:
+        if (kind := kind_of(image.data)) is None:
+            raise BadRequest(f"an image begins with {image.data[:8]!r}; allowed are files of {', '.join(KINDS)}")
+        try:
+            pixels = self._processor.pixels(image.data)
+        except Exception as error:  # Pillow raises whatever a broken file makes its decoders raise
+            raise BadRequest(f"an image cannot be read: {error}") from None
+        size = pixels.height, pixels.width
+        if (tokens := self._processor.tokens(pixels)) != image.end - image.start:
+            came = image.end - image.start
+            raise BadRequest(f"an image of {size[0]} x {size[1]} patches came with {came} tokens, it has {tokens}")
+        return PlacedImage(image.start, image.end, digest_of(image.data), kind, *size), pixels
 
     def forget(self, id: str) -> None:
         self._prompts.pop(id, None)
