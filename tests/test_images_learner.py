@@ -171,6 +171,7 @@ async def test_what_is_pushed_is_loaded_and_exported(policy: Path, tmp_path: Pat
             torch.testing.assert_close(ours, plain_logprobs(tmp_path / "model", exported, one), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.full
 def test_it_is_fine_tuned_on_images(policy: Path) -> None:
     """Two pictures that differ in color only have different answers, which only who sees them can tell."""
     renderer, files = renderer_of(policy), dict[str, bytes]()

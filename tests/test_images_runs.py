@@ -9,8 +9,9 @@ from slipstream.configs import load
 from slipstream.envs import Observation
 from slipstream.errors import ConfigError
 from slipstream.launch.image_checks import check_images, check_opening
-from slipstream.tests.runs import SMALL, leftovers, metrics, slipstream, tiny_policy
+from slipstream.tests.runs import SMALL, leftovers, metrics, slipstream
 from slipstream.tests.seeing import asked, picture, renderer_of, seeing_policy
+from slipstream.tests.tiny import tiny_qwen3
 
 ROOT = Path(__file__).parent.parent
 SERVER = "rollout.engine.kind=transformers"
@@ -61,7 +62,7 @@ def test_what_takes_images_is_not_refused(policy: Path) -> None:
 
 
 def test_a_model_without_a_vision_tower_is_told_so(policy: Path, tmp_path: Path) -> None:
-    blind = tiny_policy(tmp_path / "blind")
+    blind = tiny_qwen3(tmp_path / "blind")
     shows = Observation((asked(picture("red")),))
     config = load("quickstart", [f"model.path={blind}", SERVER])
     check_images(config)
