@@ -57,8 +57,9 @@ class Completion(msgspec.Struct, frozen=True):
     )
 
 
-Generate = Callable[[Sequence[int], int], Awaitable[Completion]]
-"""How a session samples: token ids and the number of tokens to sample at most in, a completion out."""
+Generate = Callable[..., Awaitable[Completion]]
+"""How a session samples: token ids, the number of tokens to sample at most and, of a prompt with images, a sequence of
+`PromptImage` in, a completion out."""
 
 
 class ContextExhausted(Exception):

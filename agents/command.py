@@ -28,6 +28,7 @@ from ..envs.interpreters import ending
 from ..envs.sandbox import ExecResult, GatewayAddress, Limits, LocalPool, LocalSandbox, Mount, require_sandbox
 from ..errors import AgentTimeout, ConfigError, EnvError, PolicyError, ToolError
 from .base import ContextExhausted, Policy
+from .chat_images import require_text
 from .gateway import Endpoint, EnvTools, Gateway
 from .session import Session
 
@@ -68,6 +69,7 @@ class CommandAgent:
     async def __call__(self, env: Environment, policy: Policy, task: Task) -> None:
         session = cast(Session, policy)
         observation = await env.reset(task)
+        require_text(observation.messages)
         tools = EnvTools(env, observation.tools)
         question = "\n\n".join(message.content for message in observation.messages)
         box = await self._pool.open()

@@ -13,8 +13,10 @@ import msgspec
 from renderers import Renderer
 from renderers import ToolSpec as ChatTool
 
+from ..common.images import PlacedImage
 from ..envs.base import Message, Observation
 from ..errors import PolicyError
+from .chat_images import placed_images
 from .session import to_chat, to_tools
 
 Demonstration = tuple[str, Observation, Sequence[Message]]
@@ -22,10 +24,12 @@ Demonstration = tuple[str, Observation, Sequence[Message]]
 
 
 class RenderedDemonstration(msgspec.Struct, frozen=True):
-    """T tokens and, for each, whether it carries loss."""
+    """T tokens and, for each, whether it carries loss; the images in them, and their files by digest."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
+    images: tuple[PlacedImage, ...] = ()
+    image_files: dict[str, bytes] = {}
 
 
 def render_demonstration(
@@ -37,7 +41,9 @@ def render_demonstration(
         raise PolicyError("a demonstration must begin and end with the assistant")
     tools = to_tools(opening.tools)
     history, pending = list(opening.messages), list[Message]()
-    token_ids = renderer.render_ids(to_chat(history), tools=tools, add_generation_prompt=True)
+    opened = renderer.render(to_chat(history), tools=tools, add_generation_prompt=True)
+    images, files = placed_images(opened, history)
+    token_ids = opened.token_ids
     loss_mask = [False] * len(token_ids)
     sampled: list[int] = []
     prompt = token_ids
@@ -51,6 +57,8 @@ def render_demonstration(
             bridged = renderer.bridge_to_next_turn(prompt, sampled, to_chat(pending), tools=tools)
             if bridged is None or bridged.token_ids[: len(token_ids)] != token_ids:
                 raise PolicyError("this chat format cannot extend the demonstration without rendering it again")
+            more, seen = placed_images(bridged, pending)
+            images, files = (*images, *more), {**files, **seen}
             history += pending
             pending = []
             loss_mask += [False] * (len(bridged.token_ids) - len(token_ids))
@@ -59,7 +67,7 @@ def render_demonstration(
         token_ids = prompt + sampled
         loss_mask += [True] * len(sampled)
         history.append(message)
-    return RenderedDemonstration(tuple(token_ids), tuple(loss_mask))
+    return RenderedDemonstration(tuple(token_ids), tuple(loss_mask), images, files)
 
 
 def _sampled(renderer: Renderer, history: list[Message], message: Message, tools: list[ChatTool] | None) -> list[int]:

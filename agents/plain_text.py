@@ -105,10 +105,15 @@ class PlainTextRenderer:
         return [self._marked_message(message) if message["role"] in DATA else message for message in messages]
 
     def _marked_message(self, message: ChatMessage) -> ChatMessage:
-        content = message["content"]
-        if not isinstance(content, str) or not (MARK in content or self._controls.search(content)):
-            return message
-        content = content.replace(MARK, REPLACEMENT)
-        inside = [found.start() + 1 for found in self._controls.finditer(content)]
-        pieces = [content[a:b] for a, b in zip([0, *inside], [*inside, len(content)], strict=True)]
-        return cast(ChatMessage, {**message, "content": MARK.join(pieces)})
+        content: Any = message["content"]
+        if isinstance(content, str):
+            return cast(ChatMessage, {**message, "content": self._marked_text(content)})
+        parts = [{**part, "text": self._marked_text(part["text"])} if "text" in part else part for part in content]
+        return cast(ChatMessage, {**message, "content": parts})
+
+    def _marked_text(self, text: str) -> str:
+        if not (MARK in text or self._controls.search(text)):
+            return text
+        text = text.replace(MARK, REPLACEMENT)
+        inside = [found.start() + 1 for found in self._controls.finditer(text)]
+        return MARK.join(text[a:b] for a, b in zip([0, *inside], [*inside, len(text)], strict=True))

@@ -7,7 +7,10 @@ from typing import Any, cast
 
 from renderers import DefaultRendererConfig, Renderer, RendererConfig, config_from_name, create_renderer
 from renderers.base import Tokenizer
+from renderers.configs import Qwen3VLRendererConfig
+from renderers.qwen3_vl import Qwen3VLRenderer
 
+from ..common.image_processor import CACHED, ImageProcessor
 from ..common.targets import load_target
 from ..errors import ConfigError
 from . import builtin
@@ -56,6 +59,11 @@ def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
         config = type(config)(thinking_retention="all", **dict.fromkeys(switch, thinking))
         marking = cast(Tokenizer, MarkingTokenizer(tokenizer))
         create_renderer(tokenizer, cast(RendererConfig, config))  # checks the tokenizer, by its type too
+        if isinstance(config, Qwen3VLRendererConfig):
+            # Its own choice of a processor needs torchvision, and gives other numbers where that is installed.
+            config = Qwen3VLRendererConfig(thinking_retention="all", image_cache_max=CACHED)
+            made = Qwen3VLRenderer(marking, config, processor=ImageProcessor(tokenizer.name_or_path))
+            return cast(Renderer, PlainTextRenderer(made, tokenizer))
         return cast(Renderer, PlainTextRenderer(create_renderer(marking, cast(RendererConfig, config)), tokenizer))
     except Exception as error:  # formats check their tokenizer in different ways, often by assertion
         raise ConfigError(f"agent.renderer: {name!r} does not fit the tokenizer of this model: {error}") from error

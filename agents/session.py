@@ -22,14 +22,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 import numpy as np
 from renderers import Message as ChatMessage
-from renderers import ParsedResponse, Renderer, ToolCallParseStatus
+from renderers import ParsedResponse, RenderedTokens, Renderer, ToolCallParseStatus
 from renderers import ToolSpec as ChatTool
 
 from ..buffer.trajectory import DETAIL_LIMIT, SEGMENTS_LIMIT, EnvCall, Outcome, Segment, Trajectory
+from ..common.images import PlacedImage, PromptImage, moved_images
 from ..common.tasks import in_thread
 from ..envs.base import Message, ToolCall, ToolSpec
 from ..errors import EngineError, PolicyError, describe, encodable
 from .base import Completion, ContextExhausted, Generate, Reply, SampleRequest
+from .chat_images import chat_parts, placed_images
 from .tree import Branch, ConversationTree, Node, conversation_keys, cut, extended_key, joined, moved, segments_of
 
 T = TypeVar("T")
@@ -42,18 +44,22 @@ LONG_TEXT = 1 << 14  # characters of messages that are rendered in a thread: abo
 
 class _Prompt(NamedTuple):
     """`token_ids[start:]` follow the last token of `parent`, the completion that is continued, None for a new branch; `segments`
-    name the messages in them."""
+    name the messages in them; `images` are those of all tokens."""
 
     parent: Node | None
     token_ids: Sequence[int]
     start: int
     segments: Sequence[Segment] | None = None  # None for raw tokens, which are no messages
+    images: Sequence[PlacedImage] = ()
 
     def answered(self, completion: Completion, trained: bool = True, malformed: str = "") -> Node:
         """The record of a completion after it."""
         context, said = self.token_ids[self.start :], self.segments
         why = None if said is None else encodable(malformed)[:DETAIL_LIMIT]
-        return Node(self.parent, context, completion, trained, [moved(one, -self.start) for one in said or ()], why)
+        own = moved_images((image for image in self.images if image.start >= self.start), -self.start)
+        return Node(
+            self.parent, context, completion, trained, [moved(one, -self.start) for one in said or ()], own, why
+        )
 
 
 class Session:
@@ -61,7 +67,8 @@ class Session:
     below `vocabulary`; `max_tokens` bounds prompt and sampled tokens of one branch together; `decode`, the text of token ids, is
     needed for requests with `stop`. `failure` is the first error of the engine, or one that is not the caller's, None while there
     was none; `exhausted` are the messages of calls that found no room for another token; `cut_short` says whether the newest reply
-    ended at a limit of this session, not at the caller's; `metrics` go into the trajectories."""
+    ended at a limit of this session, not at the caller's; `metrics` go into the trajectories; `image_files` are those of all images
+    in them, by digest."""
 
     def __init__(
         self,
@@ -77,6 +84,7 @@ class Session:
         self.exhausted: list[str] = []
         self.cut_short = False
         self.metrics: dict[str, float] = {}
+        self.image_files: dict[str, bytes] = {}
         self.decode = decode
         self._tree = ConversationTree()
         self._renderer = renderer
@@ -104,7 +112,8 @@ class Session:
             keys, tools = conversation_keys(messages, tools), tuple(tools)
         except Exception as error:  # lone surrogates, numbers of thousands of digits
             raise PolicyError(f"the conversation cannot be written as JSON: {describe(error)}") from error
-        if sum(len(message.content) for message in messages) < LONG_TEXT:
+        pictures = any(message.images for message in messages)
+        if not pictures and sum(len(message.content) for message in messages) < LONG_TEXT:
             prompt = self._prompt(messages, tools, keys)
         else:
             prompt = await in_thread(lambda: self._prompt(messages, tools, keys), "rendering a prompt")
@@ -121,7 +130,7 @@ class Session:
             raise PolicyError(f"generate with max_tokens={max_tokens}: allowed are 1 and more")
         self._require_room(len(token_ids))
         parent, size = self._tree.beginning(token_ids)
-        prompt = _Prompt(parent, token_ids, size)
+        prompt = _Prompt(parent, token_ids, size, images=() if parent is None else parent.all_images())
         with self._remembered_failure():
             completion = await self._complete(prompt, SampleRequest(max_tokens))
         self._tree.add(prompt.answered(completion))
@@ -179,6 +188,7 @@ class Session:
                 started=started,
                 env_calls=() if number else tuple(env_calls),
                 segments=tuple(branch.segments[:SEGMENTS_LIMIT]),
+                images=tuple(branch.images),
                 experts=None if branch.experts is None else branch.experts.whole(len(branch.token_ids)),
             )
             for number, branch in enumerate(self.branches)
@@ -194,7 +204,8 @@ class Session:
                         return extended
             chat, wrapped = to_chat(messages), to_tools(tools)
             rendered = self._renderer.render(chat, tools=wrapped, add_generation_prompt=True)
-            return _Prompt(None, rendered.token_ids, 0, segments_of(rendered, messages, tools=bool(tools)))
+            segments = segments_of(rendered, messages, tools=bool(tools))
+            return _Prompt(None, rendered.token_ids, 0, segments, self._shown(rendered, messages))
         except Exception as error:  # chat formats refuse conversations in different ways
             raise PolicyError(f"the chat format cannot render the conversation: {describe(error)}") from error
 
@@ -206,7 +217,16 @@ class Session:
         if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
         segments = [s for s in segments_of(bridged, new, tools=False) if s.start >= len(before)]
-        return _Prompt(node, bridged.token_ids, len(before), segments)
+        images = (*node.all_images(), *self._shown(bridged, new))
+        return _Prompt(node, bridged.token_ids, len(before), segments, images)
+
+    def _shown(self, rendered: RenderedTokens, messages: Sequence[Message]) -> tuple[PlacedImage, ...]:
+        """The images of `messages` in their tokens; their files are kept. Raises PolicyError where the chat format has none."""
+        if not any(message.images for message in messages):
+            return ()
+        placed, files = placed_images(rendered, messages)
+        self.image_files |= files
+        return placed
 
     async def _reply(self, prompt: _Prompt, tools: tuple[ToolSpec, ...], request: SampleRequest, key: bytes) -> Reply:
         completion = await self._complete(prompt, request)
@@ -278,12 +298,13 @@ class Session:
         """Sample one completion after `prompt`, in as many parts as the engine returns it. Parts of one that does not come to its
         end are recorded."""
         ids = prompt.token_ids
+        images = [PromptImage(one.start, one.end, self.image_files[one.digest]) for one in prompt.images]
         most = min(self._max_tokens_per_turn, self._max_tokens - len(ids), request.max_tokens or self._max_tokens)
         parts, sampled, pause_s = list[Completion](), list[int](), RETRY_S
         try:
             while (not parts or parts[-1].finish_reason == "abort") and len(sampled) < most:
                 room = most - len(sampled)
-                part = await self._generate((*ids, *sampled), room)
+                part = await self._generate((*ids, *sampled), room, *([images] if images else []))
                 _check(part, room)
                 if not part.token_ids:
                     await asyncio.sleep(pause_s)
@@ -357,7 +378,8 @@ def to_tools(tools: Sequence[ToolSpec]) -> list[ChatTool] | None:
 
 
 def _chat(message: Message) -> ChatMessage:
-    chat: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = chat_parts(message) if message.images else message.content
+    chat: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         chat["tool_calls"] = [
             {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}

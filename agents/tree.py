@@ -27,6 +27,7 @@ import numpy as np
 from renderers import RenderedTokens
 
 from ..buffer.trajectory import NAME_LIMIT, Segment, Turn, VersionSpan
+from ..common.images import PlacedImage, digest_of, moved_images
 from ..common.routed_experts import RoutedExperts, merged
 from ..envs.base import Message, ToolSpec
 from ..errors import encodable
@@ -35,14 +36,15 @@ from .base import Completion, RequestTiming
 
 @dataclass(eq=False)
 class Node:
-    """One completion: `context` are the tokens between the last one of `parent` and its first, `messages` those in them, by
-    positions in `context`; `malformed` says why the completion could not be read; `children` continue the conversation."""
+    """One completion: `context` are the tokens between the last one of `parent` and its first, `messages` and `images` those in
+    them, by positions in `context`; `malformed` says why the completion could not be read; `children` continue the conversation."""
 
     parent: Node | None
     context: Sequence[int]
     completion: Completion
     trained: bool = True
     messages: Sequence[Segment] = ()
+    images: Sequence[PlacedImage] = ()
     malformed: str | None = None  # None where it is no message: raw tokens
     children: list[Node] = field(default_factory=list)
 
@@ -71,6 +73,14 @@ class Node:
         """All tokens of the conversation up to the completion's last."""
         return [token for node in self.path() for token in node.own_token_ids()]
 
+    def all_images(self) -> list[PlacedImage]:
+        """Those of the conversation, by positions in its tokens."""
+        found, at = list[PlacedImage](), 0
+        for node in self.path():
+            found += moved_images(node.images, at)
+            at += len(node.context) + len(node.completion.token_ids)
+        return found
+
 
 @dataclass
 class Branch:
@@ -82,7 +92,14 @@ class Branch:
     version_spans: list[VersionSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    images: list[PlacedImage] = field(default_factory=list)
     experts: RoutedExperts | None = None
+
+    def show(self, node: Node) -> None:
+        """Take over what the tokens of `node` say and show, which come next."""
+        at = len(self.token_ids)
+        self.segments += node.segments(at)
+        self.images += moved_images(node.images, at)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append context tokens, which carry no loss."""
@@ -168,12 +185,12 @@ class ConversationTree:
     def _branch(first: Node, nexts: dict[Node, Node | None]) -> Branch:
         branch = Branch()
         for before in () if first.parent is None else first.parent.path():
-            branch.segments += before.segments(len(branch.token_ids))
+            branch.show(before)
             branch.extend(before.own_token_ids())
             branch.know(before.completion)
         node: Node | None = first
         while node is not None:
-            branch.segments += node.segments(len(branch.token_ids))
+            branch.show(node)
             branch.extend(node.context)
             if node.trained:
                 branch.record(node.completion)
@@ -196,7 +213,8 @@ def extended_key(key: bytes, message: Message) -> bytes:
     """The key of a conversation by what it says and not by how a client spells it: ids of calls, the order of keys in their
     arguments, and blanks around an assistant's content make no difference."""
     content = message.content.strip() if message.role == "assistant" else message.content
-    return _digest(key, (message.role, content, [(call.name, call.arguments) for call in message.tool_calls]))
+    images = [(image.at, digest_of(image.data)) for image in message.images]
+    return _digest(key, (message.role, content, [(call.name, call.arguments) for call in message.tool_calls], images))
 
 
 def _digest(before: bytes, value: object) -> bytes:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..agents.base import Completion
 from ..buffer.trajectory import VersionSpan
+from ..common.images import PromptImage
 from ..rollout.engines.base import PartialCompletion, SamplingParams
 from ..rollout.engines.vllm.client import VllmEngine
 from ..rollout.router import Router
@@ -42,6 +43,7 @@ class InstantEngine(VllmEngine):
         *,
         version: int | None = None,
         growing: PartialCompletion | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         await asyncio.sleep(0)
         return Completion(tuple(range(SAMPLED)), (0.0,) * SAMPLED, (VersionSpan(0, SAMPLED, version or 0),), "stop")

@@ -28,8 +28,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 import zmq.asyncio
 
+from ..common.images import PlacedImage
 from ..rpc.client import RpcClient
 from ..rpc.security import KeyPair
 from . import messages as m
@@ -46,6 +48,7 @@ RESEND_S = 5.0
 # How long one of several shards may think about a lease, after which another is asked: a worker with room for one group finds the
 # shard that has one within this time for each.
 LEASE_S = 1.0
+NO_IMAGES: Mapping[str, bytes] = {}
 R = TypeVar("R")
 Q = TypeVar("Q")
 
@@ -176,15 +179,19 @@ class BufferClient:
         outcome: Outcome,
         trajectories: Sequence[Trajectory],
         failed_branches: Sequence[Trajectory] = (),
+        image_files: Mapping[str, bytes] = NO_IMAGES,
     ) -> None:
-        """Returns once the episode is durable. `failed_branches` are those of an episode that failed and is not trained on.
+        """Returns once the episode is durable. `failed_branches` are those of an episode that failed and is not trained on;
+        `image_files` has the files of all images in both, by digest.
 
         Raises:
             WireError: a trajectory is longer than the buffer takes.
         """
         outcome = msgspec.structs.replace(outcome, detail=outcome.detail[:DETAIL_LIMIT])
         branches, failed = (tuple(map(EncodedTrajectory.of, some)) for some in (trajectories, failed_branches))
-        delivery = m.DeliverEpisode(self.name, episode_id, generated, outcome, branches, failed)
+        named = {image.digest for one in (*trajectories, *failed_branches) for image in one.images}
+        images = tuple(np.frombuffer(image_files[digest], dtype=np.uint8) for digest in sorted(named))
+        delivery = m.DeliverEpisode(self.name, episode_id, generated, outcome, branches, failed, images)
         await self._request(delivery, m.Ack, to=self._shards[self.shard_of(episode_id)])
 
     async def deregister(self) -> None:
@@ -237,6 +244,17 @@ class BufferClient:
         replies = await self._request_each(requests, m.RowsReply, deadline_s)
         arrays = {id: one for shard, ids in wanted.items() for id, one in zip(ids, replies[shard].arrays, strict=True)}
         return tuple(row.with_arrays(arrays[row.id]) for row in rows)
+
+    async def images(self, images: Iterable[PlacedImage]) -> dict[str, bytes]:
+        """The files of `images`, by digest. Raises StateError where the buffer has one of them not."""
+        named = {image.digest: image.name for image in images}
+        found: dict[str, bytes] = {}
+        for start in range(0, len(named), m.IMAGES_AT_ONCE):
+            some = tuple(named)[start : start + m.IMAGES_AT_ONCE]
+            request = m.FetchImages(tuple(named[digest] for digest in some))
+            reply = await self._request(request, m.ImagesReply, to=self._nearest)  # all write to one folder
+            found |= {digest: file.tobytes() for digest, file in zip(some, reply.files, strict=True)}
+        return found
 
     async def take(self, version: int, deadline_s: float) -> BatchPlan[Trajectory]:
         """The whole batch for `version`. Raises as `take_plan` and `fetch_rows`."""

@@ -29,9 +29,10 @@ from ..common.outcomes import FAILED
 from ..errors import StoreError, WireError
 from .admission import ReplayCounters
 from .group_table import Episode, Group
+from .image_files import named_files
 from .messages import Lease
 from .schema import EVALUATION_DATABASE, connect, require_schema, store_error
-from .store import NewTrajectory, Store, WriteBatch
+from .store import NO_IMAGES, NewTrajectory, Store, WriteBatch
 from .trajectory import EncodedTrajectory, Outcome, Trajectory, by_version, sampled_of
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class _Played(NamedTuple):
     outcome: Outcome
     trajectories: Sequence[Trajectory]
     failed_branches: Sequence[Trajectory]
+    image_files: Mapping[str, bytes]
     time: float
 
 
@@ -124,12 +126,15 @@ class EvaluationEpisodes:
         outcome: Outcome,
         trajectories: Sequence[Trajectory],
         failed_branches: Sequence[Trajectory],
+        image_files: Mapping[str, bytes] = NO_IMAGES,
     ) -> None:
-        """An episode of the evaluation `label` has ended; its group was reserved. Returns at once."""
+        """An episode of the evaluation `label` has ended; its group was reserved. `image_files` has the files of all images in its
+        branches, by digest. Returns at once."""
         if self._store is None:
             return
+        branches = trajectories, failed_branches
         try:
-            self._queue.put_nowait(_Played(label, lease, member, outcome, trajectories, failed_branches, time.time()))
+            self._queue.put_nowait(_Played(label, lease, member, outcome, *branches, image_files, time.time()))
         except queue.Full:
             self._overflowed += 1
 
@@ -166,10 +171,12 @@ class EvaluationEpisodes:
     def _rows(self, played: Sequence[_Played]) -> WriteBatch:
         """Raises WireError where an episode is no valid trajectory."""
         changed, kept, failed = dict[int, tuple[Group, list[Episode]]](), list[NewTrajectory](), list[NewTrajectory]()
+        images: dict[str, bytes] = {}
         for one in played:
             lease, id = one.lease, one.lease.episode(one.member)
             for branches, to in ((one.trajectories, kept), (one.failed_branches, failed)):
                 sampled_of(id, branches)
+                images |= named_files(one.image_files, branches)
                 to += (NewTrajectory(id, branch, EncodedTrajectory.of(branch)) for branch in branches)
             spans = (span for branch in (*one.trajectories, *one.failed_branches) for span in branch.version_spans)
             reason = ACCOUNT if one.outcome.trainable else FAILED + one.outcome.reason
@@ -186,4 +193,4 @@ class EvaluationEpisodes:
             )
             group = Group(lease.group_id, lease.env, lease.task, "discarded", request=one.label, ready_time=one.time)
             changed.setdefault(group.id, (group, []))[1].append(episode)
-        return WriteBatch.of(self._counters, changed.values(), kept, failed=failed)
+        return WriteBatch.of(self._counters, changed.values(), kept, failed=failed, images=images)

@@ -16,6 +16,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..common.bounded import Seconds, Version
+from ..common.images import NAME
 from ..rpc.wire import RpcMessage, RpcRefusal
 from .admission import LiveRules
 from .ledger import Ledger, Unstepped, Withheld
@@ -32,6 +33,7 @@ GroupId = Annotated[int, Meta(ge=0, lt=1 << 62)]
 REASON_LIMIT = 1000  # characters
 Reason = Annotated[str, Meta(max_length=REASON_LIMIT)]
 GROUPS_AT_ONCE = 256  # leases in one reply
+IMAGES_AT_ONCE = 64  # files in one reply
 
 
 class BufferMessage(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +84,8 @@ class ReportProgress(BufferMessage, frozen=True):
 
 class DeliverEpisode(BufferMessage, frozen=True):
     """An episode ended. `generated` are all tokens sampled for it, by version; `trajectories` its branches, none when it failed and
-    is not trained on: then `failed_branches` are what it sampled, to be looked at only."""
+    is not trained on: then `failed_branches` are what it sampled, to be looked at only. `images` are the files of all images that
+    they name, in any order."""
 
     worker: Name
     episode_id: EpisodeId
@@ -90,6 +93,7 @@ class DeliverEpisode(BufferMessage, frozen=True):
     outcome: Outcome
     trajectories: tuple[EncodedTrajectory, ...]
     failed_branches: tuple[EncodedTrajectory, ...] = ()
+    images: tuple[NDArray[np.uint8], ...] = ()
 
 
 class Deregister(BufferMessage, frozen=True):
@@ -109,6 +113,12 @@ class FetchRows(BufferMessage, frozen=True):
 
     version: Version
     ids: tuple[TrajectoryId, ...]
+
+
+class FetchImages(BufferMessage, frozen=True):
+    """A learner rank requests the files of images, by their names, of trajectories that it has fetched."""
+
+    names: Annotated[tuple[Annotated[str, Meta(pattern=NAME)], ...], Meta(max_length=IMAGES_AT_ONCE)]
 
 
 class CommitBatch(BufferMessage, frozen=True):
@@ -242,6 +252,12 @@ class RowsReply(BufferMessage, frozen=True):
     arrays: tuple[NDArray[np.uint8], ...]
 
 
+class ImagesReply(BufferMessage, frozen=True):
+    """To FetchImages, in its order: the bytes of each file."""
+
+    files: tuple[NDArray[np.uint8], ...]
+
+
 class TrajectoriesReply(BufferMessage, frozen=True):
     """Delivered trajectories that are in no batch yet and stay in the buffer."""
 
@@ -256,6 +272,7 @@ Request = (
     | Deregister
     | TakeBatch
     | FetchRows
+    | FetchImages
     | CommitBatch
     | DiscardBatch
     | SetAside
@@ -275,6 +292,7 @@ Reply = (
     | Stats
     | BatchPlan[EncodedRow]
     | RowsReply
+    | ImagesReply
     | TrajectoriesReply
     | Configured
 )
@@ -282,7 +300,7 @@ Reply = (
 RIGHTS: dict[type, tuple[str, ...]] = {
     **dict.fromkeys((Register, RequestLease, ReportProgress, DeliverEpisode, Deregister), ("worker",)),
     **dict.fromkeys((TakeBatch, FetchRows, CommitBatch, DiscardBatch, SetAside, StepFailed), ("learner",)),
-    **dict.fromkeys((MarkCheckpointed, Recover, RequestFresh), ("learner",)),
+    **dict.fromkeys((MarkCheckpointed, Recover, RequestFresh, FetchImages), ("learner",)),
     Configure: ("supervisor",),
     RequestStats: ("worker", "evaluator", "learner", "supervisor"),
 }

@@ -31,6 +31,7 @@ from . import messages as m
 from .admission import LiveRules, ReplayCounters
 from .client_registry import ClientRegistry, LeaseQueue, LeaseRequest, enqueue
 from .group_table import Episode, Group
+from .image_files import named_files, received
 from .ledger import Withheld
 from .replay import Replay
 from .store import CommitRow, NewTrajectory, Store, WriteBatch
@@ -49,6 +50,7 @@ class PendingWrites(msgspec.Struct):
 
     trajectories: dict[str, list[NewTrajectory]] = {}  # delivered, by episode
     failed: list[NewTrajectory] = []  # branches of failed episodes
+    images: dict[str, bytes] = {}  # files that these name, by name
     commits: list[CommitRow] = []
     rolled_back_to: int | None = None  # the commits after this version no longer count
 
@@ -110,7 +112,8 @@ class RequestHandler:
         if not changed:
             return None
         arrived = list(itertools.chain.from_iterable(pending.trajectories.values()))
-        return WriteBatch.of(counters, groups, arrived, pending.commits, pending.rolled_back_to, tasks, pending.failed)
+        others = pending.commits, pending.rolled_back_to, tasks, pending.failed, pending.images
+        return WriteBatch.of(counters, groups, arrived, *others)
 
     def configure(self, revision: int, rules: LiveRules) -> int:
         """Put rules in force, unless newer ones are; the version at which the first batch under those in force is taken."""
@@ -126,7 +129,7 @@ class RequestHandler:
                 reply = self._handle(request)
             except (StateError, WireError) as error:
                 reply = RpcRefusal(str(error))
-            if isinstance(request.message, m.FetchRows) and reply is not None:
+            if isinstance(request.message, m.FetchRows | m.FetchImages) and reply is not None:
                 server.reply(request.identity, request.number, reply)  # nothing has changed: no transaction to wait for
             elif reply is not None:
                 self._replies.append((request.identity, request.number, reply))
@@ -169,6 +172,10 @@ class RequestHandler:
             case m.FetchRows(version, ids):
                 clients.rank(identity)
                 return self._rows(version, ids)
+            case m.FetchImages(names):
+                clients.rank(identity)
+                files = map(self._store.images.read, names)
+                return m.ImagesReply(tuple(np.frombuffer(data, dtype=np.uint8) for data in files))
             case m.ReportProgress(worker, generated, slot_s, idle_slot_s):
                 client = clients.worker(identity, worker)
                 for episode_id in generated:
@@ -236,6 +243,8 @@ class RequestHandler:
         encoded = request.trajectories
         branches = [one.decode() for one in encoded]
         kept, reward, attempt = sampled_of(request.episode_id, branches), None, None
+        images = received(request.images)
+        files = named_files(images, branches)
         if branches:
             first, reward = branches[0], branches[0].reward
             # A reward model's score has no part in whether a task is solved.
@@ -244,19 +253,22 @@ class RequestHandler:
             arrived = [NewTrajectory(request.episode_id, t, one) for t, one in zip(branches, encoded, strict=True)]
             arrived.sort(key=lambda new: new.trajectory.branch)
             self.pending.trajectories[request.episode_id] = arrived
+            self.pending.images |= files
             self._cache.add(request.episode_id, [new.encoded for new in arrived])
-        self.pending.failed += self._failed_of(request)
+        self._keep_failed(request, images)
 
-    def _failed_of(self, request: m.DeliverEpisode) -> list[NewTrajectory]:
+    def _keep_failed(self, request: m.DeliverEpisode, images: dict[str, bytes]) -> None:
         """What a failed episode sampled; nothing where it is no valid trajectory: a record that is damaged ends no worker."""
         encoded = request.failed_branches
         try:
             branches = [one.decode() for one in encoded]
             sampled_of(request.episode_id, branches)
+            files = named_files(images, branches)
         except WireError as error:
             log.warning("the tokens of a failed episode are not kept: %s", error)
-            return []
-        return [NewTrajectory(request.episode_id, t, one) for t, one in zip(branches, encoded, strict=True)]
+            return
+        self.pending.failed += map(NewTrajectory, itertools.repeat(request.episode_id), branches, encoded)
+        self.pending.images |= files
 
     def _commit(self, version: int, oldest: int) -> None:
         groups = len(self._replay.table.in_state("batched"))

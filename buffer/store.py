@@ -3,6 +3,7 @@
     buffer.sqlite    rows; other processes may read it during the run
     buffer.arrays/   token ids, log-probs and loss masks, most of the bytes, at the positions that `trajectories.arrays` names:
                      written once, not to a log first
+    images/          files of images, see `image_files`
 
 Invariants:
 - What one `save` stores is in the file as a whole or not at all; after SIGKILL of any process the file is as of the last `save`.
@@ -29,6 +30,7 @@ from ..errors import StoreError, WireError
 from . import retention
 from .admission import ReplayCounters
 from .group_table import Changed, Episode, Group
+from .image_files import ImageFiles
 from .ledger import Counts
 from .retention import SETTLED
 from .samplers import TaskStatistics
@@ -41,6 +43,7 @@ WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a lar
 # Values of one statement, where SQLite takes so many, and the bytes after which it takes no more: it holds a copy of them.
 VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
 Row = tuple[object, ...]
+NO_IMAGES: Mapping[str, bytes] = {}
 # Of an episode: all its branches have the same.
 REWARD = (
     "CASE WHEN account IN ('ready', 'trained')"
@@ -94,6 +97,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
     rolled_back_to: int | None  # the commits after this version no longer count
     tasks: Sequence[Row] = ()
     failed: Sequence[NewTrajectory] = ()
+    images: Mapping[str, bytes] = {}  # files that trajectories name, by name
 
     @classmethod
     def of(
@@ -105,6 +109,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
         rolled_back_to: int | None = None,
         tasks: Mapping[tuple[int, int], TaskChange] | None = None,
         failed: Sequence[NewTrajectory] = (),
+        images: Mapping[str, bytes] = NO_IMAGES,
     ) -> WriteBatch:
         """Groups come with their changed episodes. `failed` are branches of failed episodes; some may be stored already."""
         changed = list(groups)
@@ -117,6 +122,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
             rolled_back_to,
             [(*key, *msgspec.structs.astuple(change)) for key, change in (tasks or {}).items()],
             failed,
+            images,
         )
 
 
@@ -125,6 +131,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.images = ImageFiles(path.parent)
         self._shrinking = False
         self._db = connect(path, "rwc")
         try:
@@ -153,8 +160,10 @@ class Store:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def save(self, batch: WriteBatch) -> None:
-        """Store it in one transaction, after the arrays, which its rows name."""
+        """Store it in one transaction, after the arrays and the images, which its rows name."""
         trajectories = list[Row]()
+        with self._writing():
+            self.images.write(batch.images)
         if batch.trajectories:
             with self._writing():
                 positions = self._segments.append([new.encoded.arrays.data for new in batch.trajectories])

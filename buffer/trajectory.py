@@ -24,6 +24,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from ..common.images import PlacedImage, misplaced
 from ..common.outcomes import FAILED
 from ..common.routed_experts import ExpertLayout, layout_of
 from ..errors import WireError
@@ -79,9 +80,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queued_s: float = 0.0  # in the router, until a replica had a free slot
     first_s: float = 0.0  # at the replica until its first token, the server's own queue and the prefill included
     decode_s: float = 0.0  # from its first token to its last, pauses of the replica included
-    cached: int | None = (
-        None  # tokens of its prompt that the server had in its prefix cache; None where the server does not say
-    )
+    # Tokens of its prompt that the server had in its prefix cache; None where the server does not say.
+    cached: int | None = None
     replica: Annotated[str, Meta(max_length=100)] = ""  # that answered last
     temperature: float = 1.0
 
@@ -160,9 +160,9 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}  # numbers that the environment reports
     started: float = 0.0  # when the episode began; it ended `timings["total"]` later
     env_calls: tuple[EnvCall, ...] = ()  # of the episode by their ends, on its first branch; at most `CALLS_LIMIT`
-    segments: tuple[
-        Segment, ...
-    ] = ()  # messages in order, where the chat format says which tokens are of which; first ones only
+    # Messages in order, where the chat format says which tokens are of which; the first ones only.
+    segments: tuple[Segment, ...] = ()
+    images: tuple[PlacedImage, ...] = ()  # in its tokens, in order; their files are kept once each, by digest
     expert_layout: ExpertLayout | None = None  # of the experts behind its other arrays; None where there are none
 
     @property
@@ -199,7 +199,7 @@ class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
 
     length: int = 0
     prompt: int = 0
-    """Hash of the tokens before the first sampled one."""
+    """Hash of the tokens and images before the first sampled one."""
 
     def __len__(self) -> int:
         return self.length
@@ -217,9 +217,8 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
     token_ids: NDArray[np.int32]  # int32[T]
     loss_mask: NDArray[np.bool_]  # bool[T], true where the policy sampled the token
     behavior_logprobs: NDArray[np.float32]  # float32[T], nats, 0 where masked
-    experts: NDArray[Any] | None = (
-        None  # uint8 or uint16[T, layers, top_k], see `common/routed_experts.py`; None: no record
-    )
+    # uint8 or uint16[T, layers, top_k], see `common/routed_experts.py`; None: no record
+    experts: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -232,9 +231,8 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
                 raise WireError(f"trajectory {self.id!r}: {what}")
 
         n = len(self.token_ids)
-        require(
-            max(len(self.task_id), len(self.env)) <= NAME_LIMIT, f"task_id and env may have {NAME_LIMIT} characters"
-        )
+        names = max(len(self.task_id), len(self.env))
+        require(names <= NAME_LIMIT, f"task_id and env may have {NAME_LIMIT} characters")
         require(0 < n <= LENGTH_LIMIT, f"{n} tokens; allowed are 1 to {LENGTH_LIMIT}")
         require(self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, "token_ids must be int32[T]")
         require(self.loss_mask.dtype == np.bool_ and self.loss_mask.shape == (n,), "loss_mask must be bool[T]")
@@ -263,6 +261,8 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
             if not at <= segment.start < segment.end <= n:
                 raise WireError(f"trajectory {self.id!r}: bad segment {segment}")
             at = segment.end
+        image = misplaced(self.images, self.loss_mask)
+        require(image is None, f"bad image {image}")
         at = 0
         covered = np.zeros(n, dtype=np.bool_)
         for span in self.version_spans:
@@ -318,11 +318,14 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
     @property
     def row(self) -> EncodedRow:
         """Without its arrays."""
-        layout = _outline_decoder.decode(memoryview(self.header)[1:]).expert_layout
-        tokens = len(self.arrays) // token_bytes(layout)
-        prompt = self.arrays[: 4 * int(self.arrays[8 * tokens : TOKEN_BYTES * tokens].argmax())]
-        digest = hashlib.blake2b(prompt.data, digest_size=7).digest()  # 56 bits: numpy and msgpack take it as int64
-        return EncodedRow(self.header, tokens, int.from_bytes(digest, "big"))
+        outline = _outline_decoder.decode(memoryview(self.header)[1:])
+        tokens = len(self.arrays) // token_bytes(outline.expert_layout)
+        size = int(self.arrays[8 * tokens : TOKEN_BYTES * tokens].argmax())
+        # 56 bits: numpy and msgpack take it as int64
+        prompt = hashlib.blake2b(self.arrays[: 4 * size].data, digest_size=7)
+        for image in outline.images:
+            prompt.update(image.digest.encode() if image.end <= size else b"")
+        return EncodedRow(self.header, tokens, int.from_bytes(prompt.digest(), "big"))
 
     @property
     def nbytes(self) -> int:
@@ -359,6 +362,7 @@ def split_arrays(arrays: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[
 
 class _Outline(msgspec.Struct):
     id: str
+    images: tuple[PlacedImage, ...] = ()
     expert_layout: ExpertLayout | None = None
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..buffer.client import BufferClient
+from ..buffer.client import NO_IMAGES, BufferClient
 from ..buffer.messages import BatchPlan, Lease
 from ..buffer.trajectory import BatchRow, Outcome, Trajectory, TrajectoryHeader
 from ..launch.run_context import RunContext
@@ -77,6 +77,7 @@ class AuditedClient(BufferClient):
         outcome: Outcome,
         trajectories: Sequence[Trajectory],
         failed_branches: Sequence[Trajectory] = (),
+        image_files: Mapping[str, bytes] = NO_IMAGES,
     ) -> None:
         self.audit_log.append(
             EpisodeDelivered(
@@ -86,7 +87,7 @@ class AuditedClient(BufferClient):
                 trajectories={t.id: _sampled([t]) for t in trajectories},
             )
         )
-        await super().deliver(episode_id, generated, outcome, trajectories, failed_branches)
+        await super().deliver(episode_id, generated, outcome, trajectories, failed_branches, image_files)
         self.audit_log.append(DeliveryAcknowledged(episode=episode_id))
 
     async def recover(self, version: int) -> int:

@@ -8,9 +8,10 @@ from msgspec import field
 
 from .section import NonNegative, Positive, Section
 
-Option = Literal["recompute", "compile", "offload", "liger", "router_replay"]
+Option = Literal["recompute", "compile", "offload", "liger", "router_replay", "frozen_vision"]
 MegatronOption = Literal["recompute", "router_replay"]
 REPLAY: MegatronOption = "router_replay"
+FROZEN_VISION: Option = "frozen_vision"
 
 
 class Ranks(Section, frozen=True):
@@ -42,7 +43,8 @@ class Fsdp2(Ranks, frozen=True, tag_field="kind", tag="fsdp2"):
     on CPUs: weights, gradients and optimizer state stay in host memory and visit the GPU layer by layer. `liger`, CUDA only: fused
     kernels of the package liger-kernel for norms, rotary embeddings and feed-forward gates. `router_replay`: the routers of a
     mixture of experts take the experts that the engine's took for the same token (arXiv:2510.11370), with weights of their own;
-    engines record them and trajectories carry them."""
+    engines record them and trajectories carry them. `frozen_vision`, of a model that sees images: its vision tower is not
+    trained."""
 
     @property
     def context_parallel(self) -> int:

@@ -6,7 +6,8 @@
 
 Invariants:
 - Nothing is written, and no request changes anything: there is only GET.
-- Everything of a run is sent as JSON and shown as text, never as HTML. The page may load and run only what this server sends.
+- Everything of a run is sent as JSON and shown as text, never as HTML; images of its episodes are sent as image files. The page may
+  load and run only what this server sends.
 - Who does not listen on loopback asks for a token. On loopback only requests that name it as their host are answered, so that a
   page of another site, whose name leads here, reads nothing.
 """
@@ -27,6 +28,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from ..buffer.image_files import ImageFiles
 from ..errors import ConfigError, SlipstreamError, with_deadline
 from .answers import READS, Question, Read
 from .explanation import LiveExplanation
@@ -65,6 +67,7 @@ class DashServer:
         app.router.add_get("/api/runs/{run}/explanation", self._explanation)
         for path, read in READS.items():
             app.router.add_get(f"/api/runs/{{run}}/{path}", functools.partial(self._answer, read))
+        app.router.add_get(r"/api/runs/{run}/images/{name:[0-9a-f]{64}\.(?:png|jpeg)}", self._image)
         app.router.add_static("/static", STATIC)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
 
@@ -135,6 +138,11 @@ class DashServer:
         question = Question(dict(request.match_info), dict(request.query))
         answer = await _in_time(lambda: read(run, question), f"what was asked of {run.name}")
         return _json(await answer if isinstance(answer, Awaitable) else answer)
+
+    async def _image(self, request: web.Request) -> web.StreamResponse:
+        run, name = self._runs.run(request.match_info["run"]), request.match_info["name"]
+        data = await _in_time(lambda: ImageFiles(run.folder).read(name), f"an image of {run.name}")
+        return web.Response(body=data, content_type=f"image/{name.rpartition('.')[2]}")
 
     async def _explanation(self, request: web.Request) -> web.StreamResponse:
         run = self._runs.run(request.match_info["run"])

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..buffer.trajectory import EnvCall, Outcome, Turn, VersionSpan, split_arrays
+from ..common.images import PlacedImage
 from .episodes import find_evaluation
 from .runs import WatchedRun
 from .trajectory import StoredTrajectory, TrajectoryReader
@@ -43,6 +44,7 @@ class TrajectoryRow(msgspec.Struct, frozen=True):
     turns: Sequence[dict[str, Any]]  # of `Turn`
     env_calls: Sequence[dict[str, Any]]  # of `EnvCall`
     messages: Sequence[dict[str, Any]] | None  # of `ShownMessage`
+    images: Sequence[dict[str, Any]]  # of `PlacedImage`
     timings: dict[str, float]
     metrics: dict[str, float]
     started: float
@@ -115,6 +117,7 @@ def _row(reader: TrajectoryReader, one: StoredTrajectory, steps: dict[int, int],
         turns=_dicts(h.turns),
         env_calls=_dicts(h.env_calls),
         messages=messages,
+        images=_dicts(h.images),
         timings=h.timings,
         metrics=h.metrics,
         started=h.started,
@@ -134,6 +137,6 @@ def _row(reader: TrajectoryReader, one: StoredTrajectory, steps: dict[int, int],
     )
 
 
-def _dicts(structs: Sequence[VersionSpan | Turn | EnvCall]) -> list[dict[str, Any]]:
+def _dicts(structs: Sequence[VersionSpan | Turn | EnvCall | PlacedImage]) -> list[dict[str, Any]]:
     """Arrays on the wire are objects here: other programs know fields by their names."""
     return [{name: getattr(one, name) for name in one.__struct_fields__} for one in structs]

@@ -14,7 +14,9 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from ..buffer.image_files import FOLDER
 from ..buffer.trajectory import Segment
+from ..common.images import PlacedImage
 
 TOKENIZER = "tokenizer"  # folder of a run: the copy of its model's tokenizer
 FILE = "tokenizer.json"
@@ -72,11 +74,12 @@ class TokenTexts:
         turns: Sequence[tuple[int, int]],
         segments: Sequence[Segment] = (),
         cut: int = CUT,
+        images: Sequence[PlacedImage] = (),
     ) -> list[ShownMessage]:
         """A trajectory as a conversation: its messages, where they are recorded; else its turns, and what is between them, split at
-        the control tokens of the chat format. No text has more than `cut` characters."""
+        the control tokens of the chat format. No text has more than `cut` characters; an image is the name of its file in it."""
         if any(segment.role != "assistant" for segment in segments):
-            return self._recorded(ids, turns, segments, cut)
+            return self._recorded(ids, turns, segments, cut, images)
         found: list[ShownMessage] = []
         at = 0
         for number, (start, end) in enumerate(turns):
@@ -88,7 +91,12 @@ class TokenTexts:
         return found + self._given(ids, at, len(ids), cut)
 
     def _recorded(
-        self, ids: Sequence[int], turns: Sequence[tuple[int, int]], segments: Sequence[Segment], cut: int
+        self,
+        ids: Sequence[int],
+        turns: Sequence[tuple[int, int]],
+        segments: Sequence[Segment],
+        cut: int,
+        images: Sequence[PlacedImage],
     ) -> list[ShownMessage]:
         number = {start: turn for turn, (start, _) in enumerate(turns)}
         known = {segment.start for segment in segments}
@@ -100,6 +108,9 @@ class TokenTexts:
             while one.role == "assistant" and end > one.start and ids[end - 1] in self._control:
                 end -= 1
             message = self._message(ids, one.start, end, one.role, number.get(one.start), cut)
+            if seen := [image for image in images if one.start <= image.start and image.end <= end]:
+                text = self._with_images(ids, one.start, end, seen)
+                message = msgspec.structs.replace(message, text=text[:cut], cut=len(text) > cut)
             found.append(msgspec.structs.replace(message, name=one.name, malformed=one.malformed))
         return found
 
@@ -123,6 +134,17 @@ class TokenTexts:
         most = start + cut  # a token has a character at least, nearly always
         text = self.text(ids[start : min(end, most)])
         return ShownMessage(start, end, role, turn, text[:cut], end > most or len(text) > cut)
+
+    def _with_images(self, ids: Sequence[int], start: int, end: int, images: Sequence[PlacedImage]) -> str:
+        """Without the tokens that the chat format has around an image."""
+        texts, at = list[str](), start
+        for image in images:
+            texts += [self.text(self._said(ids[at : image.start])), f"[{FOLDER}/{image.name[:2]}/{image.name}]"]
+            at = image.end
+        return "".join([*texts, self.text(self._said(ids[at:end]))])
+
+    def _said(self, ids: Sequence[int]) -> list[int]:
+        return [id for id in ids if id not in self._control]
 
     def _step(self, stream: DecodeStream, id: int) -> str:
         assert self._tokenizer is not None

@@ -101,6 +101,7 @@ class TrajectoryReader:
             **kept,
             "turns": turns,
             "env_calls": calls,
+            "images": [{"start": i.start, "end": i.end, "name": i.name} for i in h.images],
             "tokens": len(h),
             "sampled": h.sampled,
             "learner_version": one.learner_version,
@@ -142,7 +143,7 @@ class TrajectoryReader:
         """Its messages, of at most `cut` characters each. Raises StoreError."""
         ids = self._ids(one, 0, len(one.header)).tolist()
         turns = [(turn.start, turn.end) for turn in one.header.turns]
-        return self.texts.messages(ids, turns, one.header.segments, cut)
+        return self.texts.messages(ids, turns, one.header.segments, cut, one.header.images)
 
     def episode(self, id: str) -> list[StoredTrajectory]:
         """The branches of an episode in their order, `BRANCHES` at most; none where it left none. Raises StoreError."""
@@ -214,7 +215,7 @@ class TrajectoryReader:
             return []
         size = one.header.turns[0].start
         given = [segment for segment in one.header.segments if segment.end <= size]
-        return self.texts.messages(self._ids(one, 0, size).tolist(), [], given)
+        return self.texts.messages(self._ids(one, 0, size).tolist(), [], given, images=one.header.images)
 
     def _strip(self, one: StoredTrajectory, bins: int) -> dict[str, Any] | None:
         """By column of tokens: the share of tokens with loss and without, the largest staleness, the newest version, and the mean

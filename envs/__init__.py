@@ -1,6 +1,18 @@
 """Environments: the contract, tools, and adapters to known libraries."""
 
-from .base import JSON, Environment, Message, Observation, StepResult, Task, TaskFile, TaskSource, ToolCall, ToolSpec
+from .base import (
+    JSON,
+    Environment,
+    Image,
+    Message,
+    Observation,
+    StepResult,
+    Task,
+    TaskFile,
+    TaskSource,
+    ToolCall,
+    ToolSpec,
+)
 from .interpreters import PythonTool, ShellTool
 from .registry import EnvPart, parts_of, require_penalties, task_source
 from .search import RetrieveServer, SearchIndex, search_tool
@@ -13,6 +25,7 @@ __all__ = [
     "JSON",
     "EnvPart",
     "Environment",
+    "Image",
     "InvalidCall",
     "Message",
     "Observation",

@@ -10,10 +10,12 @@ Invariants:
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from ..common.images import check_image
 from ..common.unawaited import without_await
 from ..errors import EnvError
 
@@ -37,10 +39,17 @@ class TaskFile(msgspec.Struct, frozen=True):
     content: bytes
 
 
+class Image(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An image of a message: a PNG or JPEG file, before character `at` of the message's text."""
+
+    data: bytes
+    at: int = 0
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message. `tool_calls` only on `assistant`; `tool_call_id` and `name` only on `tool`. `malformed` is why an assistant
-    message could not be parsed into tool calls; "" when it could. `files` is what an agent left in the task's folder, with its
-    answer; None of an agent that has no folder."""
+    """One chat message. `tool_calls` only on `assistant`; `tool_call_id` and `name` only on `tool`; `images` only on `user` and
+    `tool`, ordered by where they are in the text. `malformed` is why an assistant message could not be parsed into tool calls; ""
+    when it could. `files` is what an agent left in the task's folder, with its answer; None of an agent that has no folder."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -49,6 +58,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""
     malformed: str = ""
     files: tuple[TaskFile, ...] | None = None
+    images: tuple[Image, ...] = ()
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
@@ -127,6 +137,21 @@ class TaskSource(Protocol):
         """An opening and the whole conversation after it (assistant and tool messages) to imitate in a supervised warm-up; None
         when this source has no demonstrations."""
         ...
+
+
+def check_images(messages: Iterable[Message]) -> None:
+    """Raises EnvError where an image of `messages` is none, is not in its message's text, or has a role that no image may have."""
+    for message in messages:
+        before = 0
+        for image in message.images:
+            if message.role not in ("user", "tool"):
+                raise EnvError(f"a message of role {message.role} has an image; allowed are user and tool")
+            if not before <= image.at <= len(message.content):
+                raise EnvError(
+                    f"an image is at character {image.at} of {len(message.content)}; allowed are {before} to the text's end"
+                )
+            check_image(image.data)
+            before = image.at
 
 
 def as_number(value: object) -> float | None:

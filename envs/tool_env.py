@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from ..common.unawaited import without_await
-from .base import JSON, Message, Observation, StepResult, Task, ToolSpec
+from .base import JSON, Image, Message, Observation, StepResult, Task, ToolSpec
 from .simple import SimpleEnv
-from .tools import InvalidCall, Tool, ToolUse, in_thread
+from .tools import InvalidCall, Result, Tool, ToolUse, in_thread
 
 Function = Callable[..., Any]
 
@@ -74,8 +74,8 @@ class ToolEnv(SimpleEnv):
 
 def as_tool(function: Function | Tool) -> Tool:
     """The tool of a function: of its name, its parameters with their types, and the first paragraph of its docstring. What it
-    returns is shown to the policy: text as it is, anything else as JSON. Raises TypeError: it is no function, or a parameter has no
-    type, or one that JSON has not."""
+    returns is shown to the policy: text and an `Image` as they are, a list with images item by item, anything else as JSON. Raises
+    TypeError: it is no function, or a parameter has no type, or one that JSON has not."""
     if isinstance(function, Tool):
         return function
     if not inspect.isroutine(function):
@@ -90,16 +90,23 @@ def as_tool(function: Function | Tool) -> Tool:
         except msgspec.ValidationError as error:
             raise InvalidCall(str(error)) from None
 
-    async def awaited(sent: JSON) -> str:
+    async def awaited(sent: JSON) -> Result:
         return _shown(await function(**arguments_of(sent)))
 
-    def called(sent: JSON) -> str:
+    def called(sent: JSON) -> Result:
         return _shown(function(**arguments_of(sent)))
 
     return Tool(spec, awaited if inspect.iscoroutinefunction(function) else called)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any) -> Result:
+    parts = value if isinstance(value, list) else [value]
+    if any(isinstance(part, Image) for part in parts):
+        return [part if isinstance(part, Image) else _text(part) for part in parts]
+    return _text(value)
+
+
+def _text(value: Any) -> str:
     try:
         return value if isinstance(value, str) else msgspec.json.encode(value).decode()
     except TypeError as error:

@@ -27,7 +27,7 @@ import msgspec
 from ..common import tasks
 from ..common.unawaited import traced, without_await
 from ..errors import DeadlineExceeded, ToolError, describe_user_error, with_deadline
-from .base import JSON, Message, ToolCall, ToolSpec
+from .base import JSON, Image, Message, ToolCall, ToolSpec
 
 T = TypeVar("T")
 
@@ -108,12 +108,16 @@ class InvalidCall(ToolError):
     """The policy called the tool wrongly; the message is one line that says how to call it."""
 
 
+Result = str | list[str | Image]
+"""What the policy is shown of a call: text, or texts and images one after the other; the `at` of an image is not used."""
+
+
 class Tool(msgspec.Struct, frozen=True):
-    """A tool: its specification, and the function or coroutine function from arguments to the text that the policy reads. `run`
-    raises InvalidCall for wrong arguments. A plain function is called in a thread, and may block."""
+    """A tool: its specification, and the function or coroutine function from arguments to the text that the policy reads, and the
+    images that it sees. `run` raises InvalidCall for wrong arguments. A plain function is called in a thread, and may block."""
 
     spec: ToolSpec
-    run: Callable[[JSON], str] | Callable[[JSON], Awaitable[str]]
+    run: Callable[[JSON], Result] | Callable[[JSON], Awaitable[Result]]
 
 
 async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message, bool]:
@@ -125,11 +129,17 @@ async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message,
             raise InvalidCall(f"there is no tool {call.name!r}; use {', '.join(sorted(tools)) or 'none'}")
         tracker.tool = call.name  # stays set when the caller's own deadline passes first
         with tracker.timed(call.name):
-            content, valid = await _run(tools[call.name], call.arguments, tracker.tool_s), True
+            result, valid = await _run(tools[call.name], call.arguments, tracker.tool_s), True
     except InvalidCall as error:
-        content, valid = f"error: {error}", False
+        result, valid = f"error: {error}", False
     tracker.tool = ""
-    return Message("tool", content, tool_call_id=call.id, name=call.name), valid
+    content, images = "", list[Image]()
+    for part in [result] if isinstance(result, str) else result:
+        if isinstance(part, Image):
+            images.append(Image(part.data, at=len(content)))
+        else:
+            content += part
+    return Message("tool", content, tool_call_id=call.id, name=call.name, images=tuple(images)), valid
 
 
 class ToolUse:
@@ -154,7 +164,7 @@ class ToolUse:
         return {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
 
 
-async def _run(tool: Tool, arguments: JSON, seconds: float) -> str:
+async def _run(tool: Tool, arguments: JSON, seconds: float) -> Result:
     run, name = tool.run, tool.spec.name
     work = run(arguments) if inspect.iscoroutinefunction(run) else in_thread(run, arguments)
     hint = "look at the tool, or raise rollout.episode_s, a tenth of which a call may take"
@@ -168,12 +178,14 @@ async def _run(tool: Tool, arguments: JSON, seconds: float) -> str:
         if isinstance(error, asyncio.CancelledError) and tasks.being_cancelled():
             raise
         raise ToolError(f"the tool {name!r} failed: {describe_user_error(error)}") from error
-    if not isinstance(content, str):
-        why = without_await(content)
-        raise ToolError(
-            f"the tool {name!r}: {why}" if why else f"the tool {name!r} returned {type(content).__name__}, not text"
-        )
-    return content
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, str | Image) for part in content):
+        return content
+    why = without_await(content)
+    raise ToolError(
+        f"the tool {name!r}: {why}" if why else f"the tool {name!r} returned {type(content).__name__}, not text"
+    )
 
 
 def calculate(expression: str) -> str:

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 
 import aiohttp
 
+from ..agents.chat_images import chat_parts
+from ..common.images import kind_of
 from ..configs import Config
 from ..envs import EnvPart, Message, ToolCall, ToolSpec, parts_of
 from ..envs.self_played import PolicyEndpoint, play_message
@@ -59,7 +62,8 @@ async def play(part: EnvPart, config: Config, index: int, player: Player, tell: 
 def show(messages: Sequence[Message], tell: Line) -> None:
     for message in messages:
         who = f"tool {message.name}" if message.role == "tool" else message.role
-        tell(f"{who}: {message.content}")
+        seen = "".join(f" [{kind_of(image.data)} image, {len(image.data)} bytes]" for image in message.images)
+        tell(f"{who}: {message.content}{seen}")
 
 
 def part_of(config: Config, name: str) -> EnvPart:
@@ -146,6 +150,12 @@ def _spec(tool: ToolSpec) -> dict[str, Any]:
 
 def _to_openai(message: Message) -> dict[str, Any]:
     written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.images:
+        written["content"] = parts = chat_parts(message)
+        for part in parts:
+            if (data := part.pop("image", None)) is not None:
+                url = f"data:image/{kind_of(data)};base64,{base64.b64encode(data).decode()}"
+                part |= {"type": "image_url", "image_url": {"url": url}}
     if message.tool_calls:
         written["tool_calls"] = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}

@@ -11,6 +11,7 @@ from ..common.unawaited import UnawaitedLog, without_await
 from ..configs.checks import BUILT_IN_AGENTS
 from ..configs.suites import suites_of
 from ..errors import ConfigError, EnvError, user_line, with_deadline
+from .image_checks import check_opening
 from .row_counts import check_row_counts
 from .run_inputs import RunInputs
 
@@ -92,6 +93,7 @@ def _first_prompt(inputs: RunInputs, part: EnvPart, key: str, room: int) -> int:
 
     config, renderer = inputs.config, inputs.renderer()
     opening = asyncio.run(_opening(part, config.rollout.step_s))
+    check_opening(config, renderer, part.name, opening)
     tokens = prompt_tokens(renderer, config.agent, opening)
     if tokens >= room:
         raise ConfigError(
@@ -109,7 +111,7 @@ def _first_prompt(inputs: RunInputs, part: EnvPart, key: str, room: int) -> int:
 
 async def _opening(part: EnvPart, step_s: float) -> Observation:
     from ..envs import Observation
-    from ..envs.base import checked
+    from ..envs.base import check_images, checked
 
     env = part.source.make()
     hint = "check the environment, or raise rollout.episode_s, a fifth of which a step may take"
@@ -118,6 +120,7 @@ async def _opening(part: EnvPart, step_s: float) -> Observation:
             work = env.reset(part.source.task(0))
             opening = await with_deadline(step_s, work, who=part.name, waits_for="the reset of task 0", hint=hint)
             opening = checked(opening, Observation)
+            check_images(opening.messages)
         if unawaited.lines:
             raise EnvError(unawaited.lines[0])
     except EnvError as error:

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from ..common import accelerator
 from ..configs import Config, load, run_config
-from ..configs.backends import Fsdp2
+from ..configs.backends import FROZEN_VISION, Fsdp2
 from ..configs.evaluation import BEST
 from ..errors import ConfigError
 from ..learner.checkpoint import checkpoints, step_of
@@ -86,7 +86,10 @@ def convert(config: Config, checkpoint: Path, out: Path) -> None:
 
     chosen = structs.replace(config.learner.backend, ranks=1, parallel={})
     if isinstance(chosen, Fsdp2):
-        chosen = structs.replace(chosen, device="cpu", options=())
+        kept = tuple(
+            option for option in chosen.options if option == FROZEN_VISION
+        )  # by which it has no optimizer state
+        chosen = structs.replace(chosen, device="cpu", options=kept)
     learner = structs.replace(config.learner, backend=chosen)
     backend = make_backend(structs.replace(config, learner=learner), temperature=config.rollout.temperature)
     try:

@@ -1,4 +1,5 @@
-"""A tiny random Qwen3 model and its tokenizer: the policy of laptop runs and tests.
+"""A tiny random Qwen3 model and its tokenizer: the policy of laptop runs and tests. Where demonstrations show images it is a
+Qwen3-VL, with an image processor.
 
 Invariants:
 - The folder is an ordinary Hugging Face folder: `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load it.
@@ -17,13 +18,16 @@ from pathlib import Path
 import msgspec
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from ..agents import load_renderer, render_demonstration
 from ..common.fsio import apply_umask
 from ..configs.schema import Agent
-from ..envs import TaskSource
+from ..envs import Message, Observation, TaskSource
 from ..errors import ConfigError
+from .tiny_vision import IMAGE_TOKENS, image_processor, seeing_model
+
+Shown = tuple[Observation, tuple[Message, ...]]  # what a source gives as a demonstration
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -70,58 +74,69 @@ def init_model(
     samples: int = 512,
 ) -> int:
     """Write a randomly initialized model and its tokenizer, which the demonstrations of `sources` train, `samples` of each, in the
-    chat format of `agent`; returns the number of parameters. Raises ConfigError where `directory` is not empty, or the chat format
-    does not fit a Qwen3 tokenizer."""
+    chat format of `agent`, which has to show images where they have any; returns the number of parameters. Raises ConfigError where
+    `directory` is not empty, or the chat format does not fit a Qwen3 tokenizer."""
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; name a new folder for the model")
-    byte_tokenizer = _hugging_face_tokenizer(_byte_level(), shape.context)
-    renderer = load_renderer(agent.renderer, byte_tokenizer, thinking=agent.thinking)
     rng = random.Random(seed)
+    shown = [demonstration for source in sources for demonstration in _demonstrations(source, samples, rng)]
+    sees = any(message.images for opening, messages in shown for message in (*opening.messages, *messages))
+    special = (*SPECIAL, *IMAGE_TOKENS) if sees else SPECIAL
+    byte_tokenizer = _hugging_face_tokenizer(_byte_level(special), shape.context)
+    if sees:
+        image_processor().save_pretrained(directory)
+        byte_tokenizer.name_or_path = str(directory)  # where the chat format looks for it
+    renderer = load_renderer(agent.renderer, byte_tokenizer, thinking=agent.thinking)
     texts: list[str] = []
-    for source in sources:
-        for index in range(samples):
-            demonstration = source.demonstration(source.task(index), rng)
-            if demonstration is None:
-                break
-            rendered = render_demonstration(renderer, *demonstration)
-            texts.append(str(byte_tokenizer.decode(list(rendered.token_ids), skip_special_tokens=False)))
-    tokenizer = _hugging_face_tokenizer(_train(texts, shape.vocabulary), shape.context)
-    model = _random_model(shape, tokenizer, seed)
+    for opening, messages in shown:
+        rendered = render_demonstration(renderer, opening, messages)
+        texts.append(str(byte_tokenizer.decode(list(rendered.token_ids), skip_special_tokens=False)))
+    tokenizer = _hugging_face_tokenizer(_train(texts, shape.vocabulary, special), shape.context)
+    model = _random_model(shape, tokenizer, seed, sees=sees)
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
     apply_umask(directory)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _byte_level() -> Tokenizer:
+def _demonstrations(source: TaskSource, samples: int, rng: random.Random) -> Iterator[Shown]:
+    """Of the first `samples` tasks, up to the first that has none."""
+    for index in range(samples):
+        demonstration = source.demonstration(source.task(index), rng)
+        if demonstration is None:
+            return
+        yield demonstration
+
+
+def _byte_level(special: Sequence[str]) -> Tokenizer:
     """A tokenizer of bytes and Qwen3's own tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    return _configure(tokenizer)
+    return _configure(tokenizer, special)
 
 
-def _train(texts: Sequence[str], vocabulary: int) -> Tokenizer:
+def _train(texts: Sequence[str], vocabulary: int, special: Sequence[str]) -> Tokenizer:
     """Byte-level BPE whose merges may cross spaces, not digits or line ends: a fixed phrase becomes few tokens."""
     tokenizer = Tokenizer(models.BPE())
-    _configure(tokenizer)
+    _configure(tokenizer, special)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(SPECIAL) - len(MARKERS),
+        vocab_size=vocabulary - len(special) - len(MARKERS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     words = re.findall(r" ?\S+", GENERIC_TEXT)
-    tokenizer.train_from_iterator([*_splittable(texts), *words], trainer)
-    return _configure(tokenizer)
+    tokenizer.train_from_iterator([*_splittable(texts, special), *words], trainer)
+    return _configure(tokenizer, special)
 
 
-def _splittable(texts: Sequence[str]) -> Iterator[str]:
+def _splittable(texts: Sequence[str], special: Sequence[str]) -> Iterator[str]:
     """The texts between atomic tokens, which BPE must not learn."""
-    atomic = re.compile("|".join(re.escape(token) for token in SPECIAL + MARKERS))
+    atomic = re.compile("|".join(re.escape(token) for token in (*special, *MARKERS)))
     for text in texts:
         yield from filter(None, atomic.split(text))
 
 
-def _configure(tokenizer: Tokenizer) -> Tokenizer:
+def _configure(tokenizer: Tokenizer, special: Sequence[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -131,7 +146,7 @@ def _configure(tokenizer: Tokenizer) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKERS])
     return tokenizer
 
@@ -147,28 +162,30 @@ def _hugging_face_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTok
     )
 
 
-def _random_model(shape: TinyModelShape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    end, text_end = (tokenizer.get_vocab()[token] for token in ("<|im_end|>", "<|endoftext|>"))
-    config = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.context,
-        tie_word_embeddings=True,
-        initializer_range=INITIALIZER_RANGE,
-        eos_token_id=end,
-        pad_token_id=text_end,
-        bos_token_id=text_end,
-        dtype="float32",
-    )
+def _random_model(
+    shape: TinyModelShape, tokenizer: PreTrainedTokenizerFast, seed: int, *, sees: bool
+) -> PreTrainedModel:
+    vocabulary = tokenizer.get_vocab()
+    end, text_end = (vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>"))
+    ends = {"eos_token_id": end, "pad_token_id": text_end, "bos_token_id": text_end}
+    decoder = {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.context,
+        "initializer_range": INITIALIZER_RANGE,
+        **ends,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float()
-    model.generation_config = GenerationConfig(
-        eos_token_id=[end, text_end], pad_token_id=text_end, bos_token_id=text_end
-    )
-    return model
+        if sees:
+            made = seeing_model(decoder, vocabulary, INITIALIZER_RANGE)
+        else:
+            made = Qwen3ForCausalLM(Qwen3Config(**decoder, tie_word_embeddings=True, dtype="float32"))
+    made.float()
+    made.generation_config = GenerationConfig(**{**ends, "eos_token_id": [end, text_end]})
+    return made

@@ -11,6 +11,7 @@ from ..configs.backends import REPLAY, Megatron
 from ..configs.checks import COMMAND
 from ..configs.schema import ENGINE_OPTIONS, SPLIT, parse_memory
 from ..errors import ConfigError
+from .image_checks import check_images
 from .resources import placed_by_ray, ranks_of
 from .run_inputs import RunInputs
 
@@ -52,6 +53,7 @@ def learner(inputs: RunInputs) -> str:
 
     config = inputs.config
     chosen = config.learner.backend
+    check_images(config)
     if isinstance(chosen, Megatron):
         fit.check_installed(chosen)
     for path in {config.model.path, *named_references(config.learner.algorithm).values()}:

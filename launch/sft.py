@@ -39,7 +39,8 @@ from .run import make_supervisor, with_absolute_paths, without_reward_model
 from .run_context import RunContext
 
 if TYPE_CHECKING:
-    from ..learner.sft import Example, SftResult
+    from ..common.images import PlacedImage
+    from ..learner.sft import Example, ExampleImages, SftResult
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +67,15 @@ def fine_tune(config: SftConfig, print_line: PrintLine) -> SftResult:
 
     path = config.sft.messages or config.sft.preferences
     print_line(f"rendering {path or f'{config.sft.demonstrations} demonstrations'}")
-    examples = make_examples(config)
+    examples, images = make_examples(config)
+    if images is not None and config.learner.backend.ranks > 1:
+        ranks = config.learner.backend.ranks
+        raise ConfigError(
+            f"learner.backend.ranks={ranks}: conversations with images are fine-tuned by one rank; allowed is 1"
+        )
     with _interruptible(out), _work_folder(out) as work:
         if config.learner.backend.ranks == 1:
-            train(config, examples, work, print_line)
+            train(config, examples, work, print_line, images)
         else:
             _supervise(config, examples, work, print_line)
         with _disk_errors(out):
@@ -77,11 +83,13 @@ def fine_tune(config: SftConfig, print_line: PrintLine) -> SftResult:
     return msgspec.json.decode((out / RESULT_FILE).read_bytes(), type=SftResult)
 
 
-def make_examples(config: SftConfig) -> list[Example]:
+def make_examples(config: SftConfig) -> tuple[list[Example], ExampleImages | None]:
     """The conversations of `sft.messages` or `sft.preferences` (chosen and rejected by turns), otherwise demonstrations of the
-    environment, as tokens. Raises ConfigError where a line of the file or a task cannot be used, or there is no demonstration."""
+    environment, as tokens; and their images, None where there are none. Raises ConfigError where a line of the file or a task
+    cannot be used, or there is no demonstration."""
     from ..agents import load_renderer, read_conversations, read_preferences, render_demonstration
     from ..learner.model import load_tokenizer
+    from ..learner.sft import ExampleImages
     from .supervisor.factory import make_demonstrations
 
     agent = config.agent
@@ -93,6 +101,8 @@ def make_examples(config: SftConfig) -> list[Example]:
     else:
         shown = make_demonstrations(config)
     examples: list[Example] = []
+    placed: list[tuple[PlacedImage, ...]] = []
+    files: dict[str, bytes] = {}
     for where, opening, messages in shown:
         try:
             rendered = render_demonstration(renderer, opening, messages)
@@ -104,10 +114,14 @@ def make_examples(config: SftConfig) -> list[Example]:
                 "raise that as far as the model goes"
             )
         examples.append((rendered.token_ids, rendered.loss_mask))
-    return examples
+        placed.append(rendered.images)
+        files |= rendered.image_files
+    return examples, ExampleImages(tuple(placed), files) if files else None
 
 
-def train(config: SftConfig, examples: list[Example], work: Path, print_line: PrintLine) -> None:
+def train(
+    config: SftConfig, examples: list[Example], work: Path, print_line: PrintLine, images: ExampleImages | None = None
+) -> None:
     """Train as one rank and write the model into `work`, with the other ranks."""
     from ..learner.sft import HeldOut, SftProgress, run_preferences, run_sft
     from .supervisor.factory import make_backend, make_preference_model
@@ -130,7 +144,7 @@ def train(config: SftConfig, examples: list[Example], work: Path, print_line: Pr
             pairs = list(zip(examples[::2], examples[1::2], strict=True))
             result = run_preferences(backend, pairs, config.sft, **how)
         else:
-            result = run_sft(backend, examples, config.sft, **how)
+            result = run_sft(backend, examples, config.sft, **how, images=images)
         backend.export(work / MODEL_FOLDER)
         if backend.rank == 0:
             record = work / MODEL_FOLDER / RESULT_FILE

@@ -102,6 +102,7 @@ def parquet_schema(pa: Any) -> Any:
     turn |= {"decode_s": number, "cached": whole, "replica": text, "temperature": number}
     call = {"begin": number, "end": number, "what": text, "tool": text, "error": text}
     message = {"start": whole, "end": whole, "role": text, "name": text, "turn": whole, "text": text, "malformed": text}
+    image = {"start": whole, "end": whole, "digest": text, "kind": text, "height": whole, "width": whole}
     types = {
         **dict.fromkeys(("id", "episode_id"), text),
         **dict.fromkeys(("group_id", "attempt", "member", "branch"), whole),
@@ -116,6 +117,7 @@ def parquet_schema(pa: Any) -> Any:
         "turns": pa.list_(pa.struct(turn)),
         "env_calls": pa.list_(pa.struct(call)),
         "messages": pa.list_(pa.struct(message)),
+        "images": pa.list_(pa.struct(image)),
         "timings": numbers,
         "metrics": numbers,
         **dict.fromkeys(("started", "delivered_time"), number),

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from ..buffer.ledger import Withheld
 from ..buffer.trajectory import BatchRow, Trajectory, TrajectoryHeader
+from ..common.images import PlacedImage
 from ..errors import LearnerError
 
 Group = tuple[TrajectoryHeader, ...]  # all branches of all members of one task group
@@ -78,6 +79,10 @@ class TrainBatch(msgspec.Struct, frozen=True):
     returns: NDArray[np.float32] | None = None  # float32[N], the critic's targets; None where there is no critic
     # [N, layers, top_k], which experts the engine's routers chose, zeros where there is no record; None where there is none at all
     experts: NDArray[Any] | None = None
+    images: tuple[tuple[PlacedImage, ...], ...] | None = (
+        None  # S tuples, by positions in the sequence; None where none has any
+    )
+    image_files: Mapping[str, bytes] = {}  # by digest, of the sequences whose rows this rank has fetched
     envs: tuple[str, ...] = ()  # E names of environments
     metrics: tuple[Mapping[str, float], ...] = ()  # E mappings: what the environment reported of each episode
     carried: dict[str, float] = {}  # numbers that the algorithm carries from step to step, by name (`CheckpointState`)
@@ -123,6 +128,7 @@ class TrainBatch(msgspec.Struct, frozen=True):
             positive=self.positive[chosen],
             episode=self.episode[chosen],
             ids=tuple(self.ids[i] for i in chosen),
+            images=None if self.images is None else _cut(self.images, chosen, sizes),
             prompts=None if self.prompts is None else self.prompts[chosen],
             teacher=None if self.teacher is None else self.teacher[chosen],
             **{name: column[tokens] for name, column in columns.items()},
@@ -170,6 +176,14 @@ def supervised(
     loss_mask = concatenate([mask for _, mask in examples], np.bool_)
     loss_mask[_offsets(sizes)[:-1]] = False
     return make_batch(concatenate([token_ids for token_ids, _ in examples], np.int32), loss_mask, sizes)
+
+
+def _cut(
+    images: Sequence[tuple[PlacedImage, ...]], chosen: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> tuple[tuple[PlacedImage, ...], ...]:
+    """Of the sequences `chosen`, of which `sizes` tokens are left."""
+    left = zip(chosen.tolist(), sizes.tolist(), strict=True)
+    return tuple(tuple(image for image in images[i] if image.end <= size) for i, size in left)
 
 
 def concatenate(arrays: Sequence[Any], dtype: Any) -> NDArray[Any]:
@@ -279,6 +293,7 @@ def by_token(branches: Sequence[TrajectoryHeader], version: int) -> TrainBatch:
         turn=turn,
         positive=np.array([b.outcome.trainable and b.reward > 0 for b in branches], dtype=np.bool_),
         ids=tuple(branch.id for branch in branches),
+        images=tuple(branch.images for branch in branches) if any(branch.images for branch in branches) else None,
         prompts=np.array(prompts, dtype=np.int64) if prompts else None,
     )
     return with_rows(batch, [branch for branch in branches if isinstance(branch, Trajectory)])

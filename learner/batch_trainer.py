@@ -60,6 +60,7 @@ class BatchTrainer:
         self._vocabulary, self._annotations_bytes, self._on_trained = vocabulary, annotations_bytes, on_trained
         self._advantage, self._returns = advantage_of(config.algorithm), returns_of(config.algorithm)
         self._shape = overlong(config.algorithm.overlong, longest)
+        self._image_files: dict[str, bytes] = {}  # of the batch in hand, by digest
         self._stepper = PolicyStepper(config, backend, longest)
         self.first_step = self._stepper.first_step  # before it the critic alone steps
         self.carried = self._stepper.carried
@@ -115,7 +116,7 @@ class BatchTrainer:
         await self._fetch(taken, {batch.ids[i] for i in self._aux_models.trained_rows(batch)}, rows)
         if await self._set_aside(taken, rows):
             return None
-        batch = with_rows(batch, rows.values())
+        batch = await self._filled(batch, rows)
         return batch, await self._aux_models.learn(batch)()
 
     async def _policy_step(self, taken: BatchPlan[BatchRow], state: CheckpointState) -> Stepped | None:
@@ -131,10 +132,10 @@ class BatchTrainer:
         await self._fetch(taken, wanted | {aux_batch.ids[i] for i in self._aux_models.trained_rows(aux_batch)}, rows)
         if await self._set_aside(taken, rows):
             return None
-        whole = with_rows(batch, rows.values())
-        batch, aux_batch = whole, whole if aux_batch is batch else with_rows(aux_batch, rows.values())
         fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
         fresh = [row for row in self._replayable(fresh) if not self._why_unusable(row)]  # found when its batch is taken
+        whole = await self._filled(batch, rows, fresh)
+        batch, aux_batch = whole, whole if aux_batch is batch else await self._filled(aux_batch, rows, fresh)
         aux_result = self._aux_models.learn(aux_batch)
         seen = StepAnnotations(choose(batch, self._annotations_bytes))
         result = self._stepper.step(batch, plan, fresh, state, seen.of)
@@ -167,7 +168,7 @@ class BatchTrainer:
         await self._fetch(taken, {flat.ids[i] for i in wanted}, rows)
         if await self._set_aside(taken, rows):
             return None
-        scored = await self._aux_models.score(with_rows(flat, rows.values()) if wanted else flat)
+        scored = await self._aux_models.score(await self._filled(flat, rows) if wanted else flat)
         return assign_advantages(scored, self._advantage, self._returns)
 
     async def _fetch(self, taken: BatchPlan[BatchRow], names: Collection[str], rows: dict[str, Trajectory]) -> None:
@@ -175,6 +176,16 @@ class BatchTrainer:
         missing = [row for row in chain.from_iterable(taken.groups) if row.id in names and row.id not in rows]
         if missing:
             rows |= {row.id: row for row in self._replayable(await self._buffer.fetch_rows(taken.version, missing))}
+
+    async def _filled(
+        self, batch: TrainBatch, rows: Mapping[str, Trajectory], others: Sequence[Trajectory] = ()
+    ) -> TrainBatch:
+        """`batch` with what `rows` have, and with the files of all images in these and in `others`."""
+        seen = {image.digest: image for row in (*rows.values(), *others) for image in row.images}
+        missing = [image for digest, image in seen.items() if digest not in self._image_files]
+        held = {digest: file for digest, file in self._image_files.items() if digest in seen}
+        self._image_files = held | (await self._buffer.images(missing) if missing else {})
+        return msgspec.structs.replace(with_rows(batch, rows.values()), image_files=self._image_files)
 
     def _why_unusable(self, row: Trajectory) -> str:
         return why_unusable(row, self._vocabulary, self._backend.routers)

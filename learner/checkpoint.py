@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from ..common.fsio import apply_umask, replace_directory
+from ..common.image_processor import ImageProcessor
 from ..errors import CheckpointError, LearnerError
 from ..weightsync.stored_tensors import write_safetensors
 from .distributed import is_peer_failure
-from .model import load_tokenizer
+from .model import has_images, load_tokenizer
 
 STATE_FILE = "state.json"
 
@@ -143,6 +144,8 @@ def export(
             if (generation := getattr(model, "generation_config", None)) is not None:  # a classifier has none
                 generation.save_pretrained(folder)
             load_tokenizer(source).save_pretrained(folder)
+            if has_images(source):
+                ImageProcessor(source).image_processor.save_pretrained(folder)
             apply_umask(folder)
 
     write_directory(directory, write)

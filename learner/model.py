@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -25,9 +26,11 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
 
+from ..common.images import FAMILIES as IMAGE_FAMILIES
 from ..common.kv_cache import kv_bytes_per_token
 from ..common.modelscope import is_on_modelscope, local_folder, repository_of
 from ..common.routed_experts import FAMILIES, RouterShape, routers_of
+from ..common.vision import attention_of
 from ..errors import ConfigError
 from .hub import first_line, require_model
 
@@ -59,7 +62,7 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def read_shape(path: str) -> ModelShape:
-    config: Any = read_config(path)
+    config: Any = read_config(path).get_text_config(decoder=True)
     return ModelShape(config.max_position_embeddings, config.num_attention_heads, kv_bytes_per_token(config, 1))
 
 
@@ -82,11 +85,16 @@ def read_routers(path: str) -> RouterShape:
 
 def check_model(path: str, key: str = MODEL_KEY) -> None:
     """Check that `path`, the value of config key `key`, is a causal LM that can be trained here, without reading its weights.
-    Raises ConfigError as `check_files`, and where it is not a text-only model, or has layers that cannot be packed."""
+    Raises ConfigError as `check_files`, and where it is neither a text-only model nor one whose images are known, or has layers
+    that cannot be packed."""
     config = check_files(path, key)
-    if config.get_text_config(decoder=True) is not config:
-        raise ConfigError(f"{key}: {path!r} is a {config.model_type}, of several parts; allowed are text-only decoders")
-    kinds = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
+    decoder = config.get_text_config(decoder=True)
+    if decoder is not config and config.model_type not in IMAGE_FAMILIES:
+        raise ConfigError(
+            f"{key}: {path!r} is a {config.model_type}, of several parts; allowed are text-only decoders, and of those with images "
+            f"{', '.join(IMAGE_FAMILIES)}"
+        )
+    kinds = set(getattr(decoder, "layer_types", None) or ()) - PACKABLE_LAYERS
     if kinds:
         raise ConfigError(
             f"{key}: {path!r} has layers of kind {', '.join(sorted(kinds))}; allowed are {', '.join(sorted(PACKABLE_LAYERS))}"
@@ -107,7 +115,7 @@ def require_unquantized(path: str, config: PretrainedConfig, key: str = MODEL_KE
 
 def _unpackable(config: PretrainedConfig) -> str | None:
     """What the model of `config` computes that `fsdp2/attention.py` does not; None where it computes all of it."""
-    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    model_class: Any = _loader_of(config)._model_mapping.get(type(config), None)
     if model_class is None:
         return "no causal language model in transformers"
     if not model_class._supports_attention_backend:
@@ -145,7 +153,13 @@ def check_files(path: str, key: str) -> PretrainedConfig:
 @functools.cache
 def vocabulary_size(path: str) -> int:
     """Rows of the model's embedding: every token id is below it. Raises ConfigError where there is no model."""
-    return _load(AutoConfig, path, "config").vocab_size
+    return _load(AutoConfig, path, "config").get_text_config(decoder=True).vocab_size
+
+
+@functools.cache
+def has_images(path: str) -> bool:
+    """Whether the model sees images. Raises ConfigError where there is none."""
+    return read_config(path).model_type in IMAGE_FAMILIES
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -157,10 +171,14 @@ def make_model(path: str, attention: str) -> PreTrainedModel:
     that take no memory until then (`weight_reader.py`). Raises ConfigError where there is none, or it cannot attend by
     `attention`."""
     config = read_config(path)
-    model = _make(AutoModelForCausalLM, path, "causal language model", config, attention)
+    model = _make(_loader_of(config), path, "causal language model", config, attention)
     if (Path(path) / "generation_config.json").is_file():
         model.generation_config = _load(GenerationConfig, path, "generation config")
     return model
+
+
+def _loader_of(config: PretrainedConfig) -> Any:
+    return AutoModelForImageTextToText if config.model_type in IMAGE_FAMILIES else AutoModelForCausalLM
 
 
 def make_critic(path: str, attention: str) -> PreTrainedModel:
@@ -176,7 +194,8 @@ def _make(loader: Any, path: str, what: str, config: PretrainedConfig, attention
     try:
         # Buffers are computed. A parameter is memory that the kernel has not given yet: it is written to one shard at a time.
         with no_init_weights():
-            model = loader.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            how = attention_of(config, attention)
+            model = loader.from_config(config, dtype=torch.float32, attn_implementation=how)
     except LOAD_ERRORS as error:
         raise ConfigError(f"{MODEL_KEY}: {path!r} is no usable {what}: {first_line(error)}") from error
     model.tie_weights()

@@ -23,10 +23,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..buffer.trajectory import Trajectory
+from ..common.images import PlacedImage, moved_images
 from .batch import TrainBatch, by_token, make_batch, supervised, trainable
 from .distributed import gather_rows, tensor_of_first
 
 ATTENTION_EVEN_LENGTH = 24_576  # tokens at which attention costs as much as the matrices, for a hidden size of 2048
+NO_FILES: Mapping[str, bytes] = {}
 BUNDLES = 4  # least number of bundles per rank, of several ranks: with fewer, the ranks' work would differ much
 Head = tuple[Hashable, int]  # a key for the prefix of a sequence, and its tokens; sequences with equal heads share them
 LEAST = 16  # shortest prefix that is worth a copy of its keys and values, in tokens
@@ -58,6 +60,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     returns: torch.Tensor | None = None  # float32[N], a critic's targets, 0 where not trained; None where there is none
     # uint8 or int32[N, layers, top_k], see `TrainBatch.experts`; None where no token has a record
     experts: torch.Tensor | None = None
+    images: tuple[PlacedImage, ...] = ()  # by positions in the row, in order
+    image_files: Mapping[str, bytes] = {}  # theirs, by digest
     carried: Mapping[str, float] = {}  # numbers that the algorithm carries from step to step, by name
     ids: tuple[str, ...] = ()  # S trajectory ids, empty for sequences that are of none
     episodes: tuple[int, ...] = ()  # of each sequence the episode that it is a branch of, the same number on all ranks
@@ -123,7 +127,8 @@ def _heads(batch: TrainBatch) -> list[Head]:
         if not sharing_pays(size, end - start):
             heads.append((i, 0))
         elif batch.prompts is None:
-            heads.append((batch.token_ids[start : start + size].tobytes(), size))
+            seen = () if batch.images is None else tuple(one.digest for one in batch.images[i] if one.end <= size)
+            heads.append(((batch.token_ids[start : start + size].tobytes(), seen), size))
         else:
             whole = size == int(batch.sampled[start:end].argmax())
             heads.append((int(batch.prompts[i]), size) if whole else (("own", i), 0))
@@ -133,6 +138,8 @@ def _heads(batch: TrainBatch) -> list[Head]:
 def to_microbatch(batch: TrainBatch) -> MicroBatch:
     """All sequences of `batch` as tensors. Proximal log-probs are NaN at tokens with loss until `with_proximal`."""
     starts = np.repeat(batch.offsets[:-1], batch.sizes)
+    placed = zip(batch.images or (), batch.offsets.tolist(), strict=False)
+    images = tuple(chain.from_iterable(moved_images(some, start) for some, start in placed))
     return MicroBatch(
         token_ids=torch.from_numpy(batch.token_ids.astype(np.int64)),
         position_ids=torch.from_numpy(np.arange(len(starts)) - starts),
@@ -150,6 +157,8 @@ def to_microbatch(batch: TrainBatch) -> MicroBatch:
         values=None if batch.values is None else _tensor(batch.values),
         returns=None if batch.returns is None else _tensor(batch.returns),
         experts=None if batch.experts is None else _expert_tensor(batch.experts),
+        images=images,
+        image_files={image.digest: batch.image_files[image.digest] for image in images},
         carried=batch.carried,
         ids=batch.ids,
         episodes=tuple(batch.episode.tolist()),
@@ -196,9 +205,13 @@ def comparable_tokens(batch: TrainBatch) -> int:
     return int((batch.loss_mask & (batch.staleness == 0) & ~batch.mixed).sum())
 
 
-def fresh_microbatches(trajectories: Sequence[Trajectory], version: int, budget: int) -> list[MicroBatch]:
-    """Micro-batches that score exactly the tokens that `version` sampled; none where there are no such tokens."""
-    return microbatches(trainable(by_token(trajectories, version), 0), rank=0, world_size=1, budget=budget)
+def fresh_microbatches(
+    trajectories: Sequence[Trajectory], version: int, budget: int, image_files: Mapping[str, bytes] = NO_FILES
+) -> list[MicroBatch]:
+    """Micro-batches that score exactly the tokens that `version` sampled; none where there are no such tokens. `image_files` has
+    those of their images, by digest."""
+    batch = msgspec.structs.replace(by_token(trajectories, version), image_files=image_files)
+    return microbatches(trainable(batch, 0), rank=0, world_size=1, budget=budget)
 
 
 def microbatches_of_first(

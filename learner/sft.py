@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from ..common.images import PlacedImage
 from ..configs.algorithm import Algorithm, Dpo, NoAdvantage
 from ..configs.sft import Sft
 from ..errors import ConfigError
@@ -40,6 +41,13 @@ FINAL_SHARE = 0.1  # share of the steps, at the end, over which the reported los
 Example = tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]  # token ids, which are imitated
 
 BRADLEY_TERRY = Dpo(eta=1.0)
+
+
+class ExampleImages(msgspec.Struct, frozen=True):
+    """Of each sequence the images in it, by positions; and the files of all of them, by digest."""
+
+    placed: tuple[tuple[PlacedImage, ...], ...]
+    files: dict[str, bytes]
 
 
 class SftProgress(msgspec.Struct, frozen=True):
@@ -94,10 +102,13 @@ def run_sft(
     tokens_per_microbatch: int,
     seed: int,
     report: Callable[[SftProgress | HeldOut], None],
+    images: ExampleImages | None = None,
 ) -> SftResult:
     """Collective. Train for `config.epochs` with `backend` at temperature 1. Raises ConfigError: no sequence has a token to train
     on."""
     examples = supervised(sequences)
+    if images is not None:
+        examples = msgspec.structs.replace(examples, images=images.placed, image_files=images.files)
     examples = examples.select([i for i, one in enumerate(examples) if one.loss_mask.any()])
     if not len(examples):
         raise ConfigError(f"sft: none of {len(sequences)} conversations has a token to train on")

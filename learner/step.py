@@ -83,7 +83,8 @@ class PolicyStepper:
             )
         lr = warm_up(self.peak_lr, state.step - self.first_step, config.optimizer.warmup_steps)
         rows = [[to_microbatch(batch.select(row)) for row in step_rows] for step_rows in plan]
-        probe = self._scored(fresh_microbatches(fresh, state.version, config.backend.tokens_per_microbatch))
+        budget = config.backend.tokens_per_microbatch
+        probe = self._scored(fresh_microbatches(fresh, state.version, budget, batch.image_files))
         ratios = LargestRatios(int(batch.trained_samples.sum()))
 
         def listened(loss: PolicyLoss) -> PolicyLoss:

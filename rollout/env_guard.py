@@ -17,7 +17,7 @@ import copy
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ from ..buffer.trajectory import CALLS_LIMIT, NAME_LIMIT, EnvCall
 from ..common.tasks import being_cancelled
 from ..common.unawaited import UnawaitedLog, without_await
 from ..envs import EnvPart
-from ..envs.base import Environment, Message, Observation, StepResult, Task, as_number, checked
+from ..envs.base import Environment, Message, Observation, StepResult, Task, as_number, check_images, checked
 from ..envs.isolation.source import IsolatedEnv
 from ..envs.tools import ToolCallTracker, in_thread
 from ..errors import DeadlineExceeded, EnvError, PolicyError, ToolError, describe_user_error, with_deadline
@@ -133,6 +133,7 @@ class EnvGuard:
         _require_argument("reset", task, Task)
         with self._attributed("reset", f"reset of task {task.id!r}"):
             observation = checked(await self._in_time(self._opened.reset(task), "the reset"), Observation)
+            await self._checked_images(observation.messages)
             self.opening = observation.messages
         return observation
 
@@ -152,6 +153,7 @@ class EnvGuard:
                 raise EnvError(without_await(result.reward) or wrong)
             self.rewards.append(reward)
             messages = checked(result.messages, tuple[Message, ...])
+            await self._checked_images(messages)
             result = msgspec.structs.replace(result, messages=messages, reward=reward)
             self.transcript += (message, *result.messages)
             self.metrics |= {name: float(value) for name, value in result.metrics.items()}
@@ -199,6 +201,12 @@ class EnvGuard:
             if self.calls.tool:
                 raise ToolError(f"{error}; it was calling the tool {self.calls.tool!r}") from error
             raise
+
+    @staticmethod
+    async def _checked_images(messages: Sequence[Message]) -> None:
+        """Raises EnvError. Decoding an image takes milliseconds, so it is done in a thread."""
+        if any(message.images for message in messages):
+            await in_thread(check_images, messages)
 
     @contextlib.contextmanager
     def _attributed(self, what: Literal["task", "reset", "step"], call: str) -> Iterator[None]:

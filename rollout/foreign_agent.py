@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from ..agents.base import Agent, Policy
+from ..agents.chat_images import require_text
 from ..agents.foreign import ForeignAgent
 from ..agents.gateway import Endpoint, EnvTools, Gateway
 from ..agents.session import Session
@@ -30,6 +31,7 @@ def through_gateway(agent: ForeignAgent, gateway: Gateway) -> Agent:
 
     async def play(env: Environment, policy: Policy, task: Task) -> None:
         observation = await env.reset(task)
+        require_text(observation.messages)
         tools = EnvTools(env, observation.tools)
         async with gateway.endpoint(cast(Session, policy), tools) as endpoint:
             answer = await _solve(agent, observation.messages, endpoint)

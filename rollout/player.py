@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -23,6 +23,7 @@ from ..agents.base import Agent, Completion, ContextExhausted, Generate
 from ..agents.session import Session
 from ..buffer.messages import Lease
 from ..buffer.trajectory import DETAIL_LIMIT, FINISHED, TRUNCATED, Outcome, Trajectory
+from ..common.images import PromptImage
 from ..common.spans import Id, RecordSpan, Span, no_record
 from ..common.unawaited import without_await
 from ..configs.schema import Config
@@ -50,13 +51,14 @@ OnTokens = Callable[[Completion], None]  # called with every completion that arr
 class EpisodeResult(msgspec.Struct, frozen=True):
     """How an episode ended, and its trajectories; none when it failed and is not trained on: then `failed_branches` are what it
     sampled. `reward` is the sum of the rewards by step, the environment's or a reward model's; of a failure its penalty, or 0 and
-    meaningless."""
+    meaningless. `image_files` are those of the images in them, by digest."""
 
     outcome: Outcome
     reward: float
     trajectories: tuple[Trajectory, ...]
     error: BaseException | None = None  # by which it failed, where code raised one
     failed_branches: tuple[Trajectory, ...] = ()
+    image_files: Mapping[str, bytes] = {}
 
 
 class EpisodePlayer:
@@ -170,8 +172,8 @@ class EpisodePlayer:
             env_calls=env.timed,
         )
         if not trained:
-            return EpisodeResult(outcome, 0.0, (), error, trajectories)
-        return EpisodeResult(outcome, reward, trajectories, error)
+            return EpisodeResult(outcome, 0.0, (), error, trajectories, session.image_files)
+        return EpisodeResult(outcome, reward, trajectories, error, image_files=session.image_files)
 
 
 class _Requests:
@@ -195,7 +197,9 @@ class _Requests:
         self._in_flight: dict[asyncio.Task[object], asyncio.Future[None]] = {}
         self._closed = False
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], max_tokens: int, images: Sequence[PromptImage] = ()
+    ) -> Completion:
         """See `Generate`. Raises PolicyError after `close`."""
         if self._closed:
             raise PolicyError(f"episode {self._episode_id} is over; its policy no longer answers")
@@ -211,7 +215,7 @@ class _Requests:
 
         try:
             completion = await self._router.generate(
-                self._episode_id, token_ids, sampling, self._oldest_version, on_cancelled=arrived
+                self._episode_id, token_ids, sampling, self._oldest_version, images=images, on_cancelled=arrived
             )
         finally:
             del self._in_flight[task]

@@ -36,6 +36,7 @@ import msgspec
 
 from ..agents.base import Completion
 from ..common.bounded import TEXT_LENGTH
+from ..common.images import PromptImage
 from ..configs.schema import Partial
 from ..errors import DeadlineExceeded, EngineError, with_deadline
 from ..weightsync.fleet import FalseReplies, Fleet, ReplicaInfo
@@ -77,8 +78,9 @@ class ReplicaConnection:
         self.in_flight += 1
         self.idle.clear()
         try:
-            ids, sampling = request.route.token_ids, request.sampling
-            return await self.engine.generate(ids, sampling, version=version, growing=request.growing)
+            ids, sampling, images = request.route.token_ids, request.sampling, request.images
+            growing = request.growing
+            return await self.engine.generate(ids, sampling, version=version, growing=growing, images=images)
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -86,10 +88,11 @@ class ReplicaConnection:
 
 
 class InflightRequest(msgspec.Struct):
-    """A request: its sampling, the replica that has it, and the tokens that have arrived from there."""
+    """A request: its sampling and images, the replica that has it, and the tokens that have arrived from there."""
 
     route: RouteRequest
     sampling: SamplingParams
+    images: Sequence[PromptImage] = ()
     connection: ReplicaConnection | None = None
     growing: PartialCompletion = msgspec.field(default_factory=PartialCompletion)
 
@@ -242,6 +245,7 @@ class Router:
         sampling: SamplingParams,
         oldest_version: int,
         *,
+        images: Sequence[PromptImage] = (),
         on_cancelled: Callable[[Completion], None] = lambda completion: None,
     ) -> Completion:
         """One completion, or the beginning of one (`abort`, one token or more), from a replica at `oldest_version` or later. When
@@ -254,7 +258,7 @@ class Router:
         """
         asked = time.time()
         route = RouteRequest(next(self._numbers), episode_id, tuple(token_ids), sampling.max_tokens, oldest_version)
-        request = InflightRequest(route, sampling)
+        request = InflightRequest(route, sampling, images)
         try:
             completion = await with_deadline(
                 self._request_s,

@@ -138,7 +138,8 @@ class Worker:
             if not scope.expired():
                 raise
             result = CANCELLED
-        await self._buffer.deliver(episode_id, generated, result.outcome, result.trajectories, result.failed_branches)
+        branches = result.trajectories, result.failed_branches
+        await self._buffer.deliver(episode_id, generated, result.outcome, *branches, result.image_files)
         self._ended += 1
         async with self._changed:
             del self._running[episode_id]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from slipstream.agents.base import Completion, FinishReason
 from slipstream.buffer.trajectory import VersionSpan
+from slipstream.common.images import PromptImage
 from slipstream.configs.schema import Partial
 from slipstream.rollout.engines.base import EMPTY, EngineFailure, EngineLoad, PartialCompletion, SamplingParams
 from slipstream.weightsync.fleet import ReplicaInfo
@@ -75,6 +76,7 @@ class ScriptedEngine:
         *,
         version: int | None = None,
         growing: PartialCompletion | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         call = Call(token_ids, sampling, version)
         if growing is not None:

@@ -14,7 +14,7 @@ from slipstream.tests.runs import SMALL, leftovers, metrics, slipstream
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["retool", "search_r1", "text_game"])
+@pytest.mark.parametrize("name", ["counting", "retool", "search_r1", "text_game"])
 async def test_a_demonstration_is_an_episode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real sandboxes and a real index answer word for word what is demonstrated; some demonstrations earn 1, others 0."""
     monkeypatch.chdir(ROOT)

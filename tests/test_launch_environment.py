@@ -138,7 +138,7 @@ def test_a_prompt_of_an_agent_of_ones_own_is_its_own_matter(policy: Path, capsys
 def test_a_mixture_is_warmed_up_on_by_the_shares_of_those_that_demonstrate(policy: Path) -> None:
     config = load("quickstart", [f"model.path={policy}", "sft.demonstrations=40", *MIXTURE], SftConfig)
     tokenizer = load_tokenizer(str(policy))
-    texts = [tokenizer.decode(ids) for ids, _ in make_examples(config)]
+    texts = [tokenizer.decode(ids) for ids, _ in make_examples(config)[0]]
     kinds = Counter("spelling" if "Spell this word backward" in text else "sums" for text in texts)
     assert kinds == {"sums": 30, "spelling": 10}
 

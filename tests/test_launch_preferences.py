@@ -58,7 +58,7 @@ def test_a_planted_preference_becomes_a_classifier_that_can_be_served(policy, pr
     assert last.right > 0.95
     assert f"over {last.tokens} preferences, {last.right:.0%} of them right" in capsys.readouterr().out
 
-    ids = [list(token_ids) for token_ids, _ in make_examples(load("quickstart", keys, SftConfig))]
+    ids = [list(token_ids) for token_ids, _ in make_examples(load("quickstart", keys, SftConfig))[0]]
     model = AutoModelForSequenceClassification.from_pretrained(out)
     with torch.no_grad():
         scores = torch.tensor([model(torch.tensor([one])).logits.item() for one in ids], dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_a_policy_is_trained_on_a_table_of_preferences_by_the_loss_that_is_repor
     assert first.loss == pytest.approx(np.log(2), abs=1e-5)
     assert abs(last.loss - first.loss) > 1e-3
 
-    examples = make_examples(load("quickstart", keys, SftConfig))
+    examples, _ = make_examples(load("quickstart", keys, SftConfig))
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (out, policy)]
     gains = []
     for ids, mask in examples:

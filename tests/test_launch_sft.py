@@ -84,8 +84,8 @@ def demonstrations(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_conversations_of_a_file_are_what_the_environment_demonstrates(policy: Path, demonstrations: Path) -> None:
     """Token for token and with the same mask, several turns with calls of a tool among them."""
     config = configured(policy, "sft.demonstrations=40")
-    shown = [(list(ids), list(mask)) for ids, mask in make_examples(config)]
-    read = make_examples(configured(policy, f"sft.messages={demonstrations}"))
+    shown = [(list(ids), list(mask)) for ids, mask in make_examples(config)[0]]
+    read, _ = make_examples(configured(policy, f"sft.messages={demonstrations}"))
     assert [(list(ids), list(mask)) for ids, mask in read] == shown
     turns = [sum(b and not a for a, b in itertools.pairwise(mask)) for _, mask in shown]
     assert {1, 2} <= set(turns)
@@ -94,7 +94,7 @@ def test_conversations_of_a_file_are_what_the_environment_demonstrates(policy: P
 def test_loss_is_on_every_turn_of_the_assistant_and_on_nothing_else(policy: Path, tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "be brief"}, HI, YES, {"role": "user", "content": "no"}, YES]
     path = written(tmp_path / "chats.jsonl", {"messages": messages})
-    ((ids, mask),) = make_examples(configured(policy, f"sft.messages={path}"))
+    ((ids, mask),), _ = make_examples(configured(policy, f"sft.messages={path}"))
     tokenizer = load_tokenizer(str(policy))
     assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "yes<|im_end|>" * 2
     whole = tokenizer.decode(ids)
@@ -214,7 +214,7 @@ def test_the_reported_loss_is_that_of_the_written_model(tuned: Path, demonstrati
     config = configured(tuned / "two", f"sft.messages={demonstrations}")
     model = AutoModelForCausalLM.from_pretrained(tuned / "two", dtype=torch.float32).eval()
     sums = []
-    for ids, mask in make_examples(config):
+    for ids, mask in make_examples(config)[0]:
         tokens = torch.tensor(ids)
         with torch.no_grad():
             logp = model(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)

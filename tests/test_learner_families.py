@@ -127,7 +127,7 @@ async def test_a_family_is_scored_pushed_and_scored_again(tmp_path: Path, family
     finally:
         backend.close()
     # A server that was started with other weights.
-    served = load_model(write(tmp_path / "served", family, TRAINED[family], seed=2), dtype, attn_implementation="eager")
+    served = load_model(write(tmp_path / "served", family, TRAINED[family], seed=2), dtype, "eager")
     weights = ModelWeights(served)
     weights.check(snapshot.plan(BroadcastSource(), bucket_bytes=1 << 20, keep=False, acks="", receiver=""))
     before = scored(served, sequences)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -89,8 +89,10 @@ class Deliveries:
         outcome: Outcome,
         trajectories: Sequence[Trajectory],
         failed_branches: Sequence[Trajectory],
+        image_files: Mapping[str, bytes],
     ) -> None:
         assert not failed_branches
+        assert not image_files
         self.trajectories += trajectories
         self.path = sorted(file for file in self.files if not file.startswith(NOT_COUNTED))
 

@@ -86,6 +86,8 @@ class EnvTools:
             call = ToolCall(name, arguments, f"mcp-{next(self._numbers)}")
             step = await self._env.step(Message("assistant", "", (call,)))
             self.done = step.done
+        if any(message.images for message in step.messages):
+            raise ToolError(f"{name} shows an image, which agents written elsewhere are not given; see agent.kind")
         text = "\n".join(message.content for message in step.messages) or (OVER if step.done else "")
         return _result(text, is_error=text.startswith("error:"))  # as `call_tool` begins what a wrong call is told
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from ...buffer.image_files import ImageFiles
 from ...buffer.ledger import ACCOUNTS, Ledger
 from ...buffer.ledger_report import LedgerReport
 from ...monitor.output import open_console, print_line
@@ -33,6 +34,9 @@ def ledger(options: argparse.Namespace) -> int:
         print_line(msgspec.json.encode(report.to_builtins()).decode())
     else:
         print_report(report, options.by, open_console())
+        files, size = ImageFiles(Path(options.run)).sizes()
+        if files:
+            print_line(f"images: {files} files of {size / (1 << 20):.1f} MiB, which stay with the run")
     return 0 if report.balances else 1
 
 

@@ -221,7 +221,9 @@ async def evaluator(
             title = called(label, name)
 
             def keep(lease: Lease, member: int, one: EpisodeResult, title: str = title) -> None:
-                episodes.record(title, lease, member, one.outcome, one.trajectories, one.failed_branches)
+                episodes.record(
+                    title, lease, member, one.outcome, one.trajectories, one.failed_branches, one.image_files
+                )
 
             first = episodes.reserve(title, tasks)
             playing = evaluate(player, label, tasks, samples, heartbeat.send_message, first=first, keep=keep)

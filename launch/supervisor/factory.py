@@ -63,7 +63,7 @@ def make_engine(
     context: RunContext, access: ServerAccess, replica: ReplicaInfo, versions: VersionClock | None = None
 ) -> HttpEngine:
     """A client of `replica`, with the tokens of `access`; `versions` for one that asks for completions."""
-    from ...learner.model import read_routers, vocabulary_size
+    from ...learner.model import has_images, read_routers, vocabulary_size
 
     config = context.config
     engine = config.rollout.engine
@@ -86,6 +86,7 @@ def make_engine(
         access=access.of(replica.name, replica.certificate),
         versions=versions,
         routers=read_routers(config.model.path) if REPLAY in config.learner.backend.options else None,
+        takes_images=isinstance(engine, Transformers) and has_images(config.model.path),
     )
 
 

@@ -253,8 +253,8 @@ def plan_sharing(row: MicroBatch) -> SharedPrefixPlan:
     """The plan of `row` where sequences share common prefixes.
 
     A sequence shares all of another one's tokens before its first trained one, or nothing: members of a group have these in
-    common. Tokens with other recorded experts are other tokens. Where one prefix begins with another, its members continue the
-    shorter one, or compute the longer one once more, whichever saves more.
+    common. Tokens with other recorded experts, or of other images, are other tokens. Where one prefix begins with another, its
+    members continue the shorter one, or compute the longer one once more, whichever saves more.
     """
     spans = list(pairwise(row.cu_seqlens))
     lengths = [end - start for start, end in spans]
@@ -290,10 +290,13 @@ def plan_sharing(row: MicroBatch) -> SharedPrefixPlan:
 
 
 def _read_as(row: MicroBatch) -> NDArray[Any]:
-    """[N] or [N, B]: what a model reads of each token."""
+    """[N] or [N, B]: what a model reads of each token; a token of an image is a number for the image."""
+    ids = row.token_ids.clone() if row.images else row.token_ids
+    for image in row.images:
+        ids[image.start : image.end] = image.number
     if row.experts is None:
-        return row.token_ids.numpy()
-    parts = (row.token_ids[:, None], row.experts.flatten(1))
+        return ids.numpy()
+    parts = (ids[:, None], row.experts.flatten(1))
     return np.concatenate([part.contiguous().view(torch.uint8).numpy() for part in parts], axis=1)
 
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configs.backends import REPLAY, Fsdp2
+from ...configs.backends import FROZEN_VISION, REPLAY, Fsdp2
 from ...configs.schema import Model, Optimizer
 from ...errors import ConfigError
 from .. import checkpoint as folders
@@ -38,10 +38,11 @@ from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, device_of_sums, new_gloo_group
 from ..freed_memory import FreedMemory
 from ..logprobs import token_logprobs
-from ..model import make_model, read_config, read_routers
+from ..model import has_images, make_model, read_config, read_routers
 from ..packing import MicroBatch, microbatches_of_first
 from ..weight_reader import WeightReader
 from . import attention, checkpoint, experts, gathering, liger
+from .images import RowImages
 from .parallelism import DataParallelGroups, check_experts, check_heads
 from .replay import replay_in
 
@@ -71,6 +72,9 @@ class Fsdp2Model(ShardedModel):
         check_heads(self._model.config, config.context_parallel)
         check_experts(self._model.config, config.expert_parallel)
         self._choices = replay_in(self._model) if self.routers is not None else None
+        self._images = RowImages(self._model, model.path) if has_images(model.path) else None
+        if FROZEN_VISION in config.options:
+            self._model.model.visual.requires_grad_(False)
         self._adapted = config.lora_rank > 0
         if self._adapted:
             lora.adapt(self._model, config.lora_rank)
@@ -218,6 +222,8 @@ class Fsdp2Model(ShardedModel):
         inputs = attention.forward_arguments(cu_seqlens, self.device, self._context, tree.heads)
         inputs["input_ids"] = token_ids[None, part].to(self.device)
         inputs["position_ids"] = position_ids[None, part].to(self.device)
+        if self._images is not None:
+            inputs["position_ids"] = self._images.load(row, tree.kept, self.device)
         if self._choices is not None:
             recorded = None if row.experts is None else row.experts[tree.kept]
             if recorded is not None and self._context is not None:

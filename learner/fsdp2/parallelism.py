@@ -82,6 +82,7 @@ class DataParallelGroups:
 
 def check_heads(config: PreTrainedConfig, ranks: int) -> None:
     """Raises ConfigError where the heads of a model cannot be split among `ranks` that share a row."""
+    config = config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % ranks or kv_heads % ranks:

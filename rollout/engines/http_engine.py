@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from ...agents.base import Completion, FinishReason, RequestTiming
 from ...buffer.trajectory import VersionSpan
+from ...common.images import PromptImage
 from ...common.routed_experts import RoutedExperts, RouterShape
 from ...configs.schema import Partial
 from ...errors import EngineError, PolicyError
@@ -80,6 +81,7 @@ class HttpEngine(HttpClient, ABC):
         access: see `HttpClient`; the token for control where weights are pushed.
         versions: which versions exist; None for a client that asks for no completions, and for one that takes any version.
         routers: those of the model, of a server that records which experts they choose; None for one that does not.
+        takes_images: whether the server takes the images of a prompt with its token ids: our own does, for a model that has any.
     """
 
     generate_path: ClassVar[str]
@@ -103,6 +105,7 @@ class HttpEngine(HttpClient, ABC):
         access: ServerAccess | None = None,
         versions: VersionClock | None = None,
         routers: RouterShape | None = None,
+        takes_images: bool = False,
     ) -> None:
         super().__init__(name, url, request_s, access)
         self.vocab_size = vocab_size
@@ -117,6 +120,7 @@ class HttpEngine(HttpClient, ABC):
             self.first_s = self.idle_s = request_s
         self.versions = versions
         self.routers = routers
+        self.takes_images = takes_images
 
     @abstractmethod
     def completion_request(self, token_ids: Sequence[int], sampling: SamplingParams, salt: str) -> Body:
@@ -176,6 +180,7 @@ class HttpEngine(HttpClient, ABC):
         *,
         version: int | None = None,
         growing: PartialCompletion | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Sample a completion; one that `pause("abort_resume")` or a drain cut short ends with `abort`.
 
@@ -184,7 +189,8 @@ class HttpEngine(HttpClient, ABC):
         server; the tokens that arrived before that, or before a deadline, are in `growing`.
 
         Raises:
-            PolicyError: an id outside the vocabulary, or no room in the context for another token.
+            PolicyError: an id outside the vocabulary, no room in the context for another token, or `images` for a server that takes
+                none.
             RequestRejected: the server refuses the request.
             EngineFailure: the server failed, or stopped sending, in the middle.
             FalseReply: the completion is impossible.
@@ -193,6 +199,9 @@ class HttpEngine(HttpClient, ABC):
         limited = min(sampling.max_tokens, self.max_model_len - len(token_ids))
         sampling = msgspec.structs.replace(sampling, max_tokens=limited)
         body = self.completion_request(token_ids, sampling, uuid.uuid4().hex if version is None else str(version))
+        if images and not self.takes_images:
+            raise PolicyError(f"{self.name} takes no images; see rollout.engine.kind")
+        body |= {"images": list(images)} if images else {}
         answer = self.stream_type(self, sampling, len(token_ids))
         if growing is not None:
             growing.certain = lambda: answer.certain(version)

@@ -188,7 +188,7 @@ function Conversation({run, one, source}) {
   if (!data) return html`<p class="muted">reading</p>`;
   const who = message => message.turn == null ? `${message.role || 'given'} ${message.name}`.trim() : `${message.role}, turn ${message.turn + 1}`;
   const reward = message => message.turn != null && one.turn_rewards[message.turn] ? ` · reward ${count(one.turn_rewards[message.turn])}` : '';
-  return html`${data.map((message, i) => html`<div key=${i} class="message ${message.turn == null ? '' : 'sampled'}"><div class="who">${who(message)} · tokens ${message.start} to ${message.end}${reward(message)}</div>${message.malformed && html`<div class="malformed">not read: ${message.malformed}</div>`}<pre>${message.text}${message.cut && '\n… (cut; the tokens have all of it)'}</pre></div>`)}`;
+  return html`${data.map((message, i) => html`<div key=${i} class="message ${message.turn == null ? '' : 'sampled'}"><div class="who">${who(message)} · tokens ${message.start} to ${message.end}${reward(message)}</div>${message.malformed && html`<div class="malformed">not read: ${message.malformed}</div>`}${one.images.filter(image => message.start <= image.start && image.end <= message.end).map(image => html`<img key=${image.start} class="seen" alt="" src=${`/api/runs/${encodeURIComponent(run)}/images/${image.name}`} onError=${event => event.target.remove()} />`)}<pre>${message.text}${message.cut && '\n… (cut; the tokens have all of it)'}</pre></div>`)}`;
 }
 
 function Times({one}) {

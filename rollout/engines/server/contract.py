@@ -17,6 +17,7 @@ from aiohttp.typedefs import Middleware
 from numpy.typing import NDArray
 
 from ....agents.base import FinishReason
+from ....common.images import PromptImage
 from ..base import EngineLoad, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 class RequestLimits(msgspec.Struct, frozen=True):
     """Limits of a request: ids below `vocab_size`, prompt and completion within `max_tokens`; `eos` ends a completion unless the
-    request sets `ignore_eos`."""
+    request sets `ignore_eos`; `images`: prompts may have some."""
 
     vocab_size: int
     max_tokens: int
     eos: tuple[int, ...] = ()
+    images: bool = False
 
 
 class Sequence(msgspec.Struct, frozen=True):
@@ -42,6 +44,7 @@ class Sequence(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     salt: str = ""
     priority: int = 0
+    images: tuple[PromptImage, ...] = ()
 
 
 class SampledToken(msgspec.Struct, frozen=True):
@@ -82,7 +85,8 @@ class ModelRunner(Protocol):
     def model(self) -> torch.nn.Module: ...
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence into the batch, or queue it until there is room."""
+        """Take a sequence into the batch, or queue it until there is room. Raises BadRequest where an image of it cannot be read,
+        or has other tokens."""
 
     def abort(self, id: str) -> None:
         """Remove a sequence, if it exists."""

@@ -14,11 +14,13 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from ....common import accelerator
+from ....common.images import FAMILIES
+from ....common.vision import attention_of
 from ....errors import ConfigError
 from ....weightsync.checkpoint_layout import CheckpointLayout, Part
 from ....weightsync.plan import TransferPlan
@@ -78,11 +80,15 @@ def checkpoint_shapes(model: PreTrainedModel) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, held).items()}
 
 
-def load_model(path: str, dtype: str, **options: Any) -> PreTrainedModel:
-    """The model of a folder or hub name, for inference. Raises ConfigError where there is no such model."""
+def load_model(path: str, dtype: str, attention: str | None = None) -> PreTrainedModel:
+    """The model of a folder or hub name, for inference; its decoder attends by `attention`. Raises ConfigError where there is no
+    such model."""
     transformers_logging.disable_progress_bar()
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **options)
+        config: Any = AutoConfig.from_pretrained(path)
+        loader: Any = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+        options = {} if attention is None else {"attn_implementation": attention_of(config, attention)}
+        model: PreTrainedModel = loader.from_pretrained(path, dtype=getattr(torch, dtype), **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ConfigError(
             f"model.path: {path!r} is no causal language model for this server: {reason(error)}"

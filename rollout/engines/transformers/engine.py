@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ....common import accelerator
+from ....common.image_processor import ImageProcessor
+from ....common.images import FAMILIES
 from ....common.kv_cache import kv_bytes_per_token
 from ....errors import ConfigError, EngineError
 from ..base import SamplingParams
@@ -19,6 +21,7 @@ from ..server import weights
 from ..server.contract import EngineServer, RequestLimits, SampledToken, Sequence
 from ..server.launch import Options
 from .attention import PAGED
+from .images import SeenImages
 from .model_runner import TransformersModelRunner
 from .paging import PAGE
 
@@ -36,7 +39,8 @@ def serve(options: Options) -> EngineServer:
         raise ConfigError(
             f"rollout.engine.memory holds {blocks * PAGE} tokens; agent.max_tokens needs {options.max_tokens}: raise it"
         )
-    limits = RequestLimits(config.vocab_size, options.max_tokens, weights.eos_token_ids(model))
+    images = model.config.model_type in FAMILIES
+    limits = RequestLimits(config.vocab_size, options.max_tokens, weights.eos_token_ids(model), images)
     try:
         runner = TransformersModelRunner(
             model,
@@ -44,6 +48,7 @@ def serve(options: Options) -> EngineServer:
             max_concurrent=options.max_concurrent,
             seed=options.seed,
             record_experts=options.routed_experts,
+            images=SeenImages(model, ImageProcessor(options.model)) if images else None,
         )
         check_paging(runner, limits, TOLERANCE[options.dtype])
     except (EngineError, ValueError, TypeError, RuntimeError) as error:
@@ -74,7 +79,7 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     # cuDNN's attention plans every new shape for 0.1 s, and nearly every call has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    return weights.load_model(path, dtype, attn_implementation=PAGED).to(device)  # type: ignore[arg-type]
+    return weights.load_model(path, dtype, PAGED).to(device)  # type: ignore[arg-type]
 
 
 def _kv_bytes(memory: int | float, device: torch.device) -> int:

@@ -21,6 +21,7 @@ from ..base import EngineLoad
 from ..server.contract import DecodingSequence, SampledToken, Sequence
 from ..server.sampling import draw
 from .expert_recorder import ExpertRecorder
+from .images import SeenImages
 from .paging import PriorityScheduler, SaltedCache, lay_out
 
 BATCH_TOKENS = 1024  # of one forward pass: long prompts are computed in pieces, so that other sequences do not wait
@@ -28,16 +29,24 @@ BATCH_TOKENS = 1024  # of one forward pass: long prompts are computed in pieces,
 
 class TransformersModelRunner:
     """See `ModelRunner` for the methods. `model` has the attention `attention.PAGED`; the longest sequence must fit into `blocks`
-    KV blocks of `paging.PAGE` tokens; `seed` is for sequences without one. Raises EngineError: the experts of this model's routers
-    cannot be recorded."""
+    KV blocks of `paging.PAGE` tokens; `seed` is for sequences without one; `images` for a model that sees some. Raises EngineError:
+    the experts of this model's routers cannot be recorded."""
 
     def __init__(
-        self, model: PreTrainedModel, *, blocks: int, max_concurrent: int, seed: int, record_experts: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        blocks: int,
+        max_concurrent: int,
+        seed: int,
+        record_experts: bool = False,
+        images: SeenImages | None = None,
     ) -> None:
         self.model = model
         self._device = model.device
         self._cache = SaltedCache(model.config.get_text_config(), blocks, model.device, model.dtype)
         self._experts = ExpertRecorder(model, self._cache) if record_experts else None
+        self._images = images
         self._scheduler = PriorityScheduler(self._cache, max_concurrent)
         self._slices_hidden = bool(model._supports_logits_to_keep())  # type: ignore[operator]
         self._running: dict[str, DecodingSequence] = {}
@@ -45,6 +54,8 @@ class TransformersModelRunner:
         self._seeds = random.Random(seed)
 
     def add(self, sequence: Sequence) -> None:
+        if self._images is not None:
+            self._cache.images[sequence.id] = self._images.add(sequence)
         self._running[sequence.id] = running = DecodingSequence(sequence, self._seeds)
         self._cache.salts[sequence.id] = sequence.salt
         self._scheduler.ranks[sequence.id] = (sequence.priority, next(self._arrivals))
@@ -62,6 +73,13 @@ class TransformersModelRunner:
         if not self.busy():
             return []
         requests, inputs = lay_out(self._cache, self._schedule(), self._device)
+        if self._images is not None:
+            read = [
+                (r.state.request_id, r.state.position_offset - r.query_length, r.state.position_offset)
+                for r in requests
+            ]
+            if (positions := self._images.load(read)) is not None:
+                inputs["position_ids"] = positions
         keep = inputs["logits_to_keep"] if self._slices_hidden else inputs.pop("logits_to_keep")
         logits = self.model(**inputs).logits[0]
         logits = (logits if self._slices_hidden else logits[keep]).float()
@@ -137,6 +155,9 @@ class TransformersModelRunner:
 
     def _forget(self, id: str) -> None:
         del self._running[id], self._cache.salts[id], self._scheduler.ranks[id]
+        if self._images is not None:
+            del self._cache.images[id]
+            self._images.forget(id)
         self._scheduler.block_new_requests = False
 
 

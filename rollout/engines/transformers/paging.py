@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
+from ....common.images import PlacedImage
 from .attention import Layout
 
 PAGE = 32  # tokens per KV block. Shared prefixes are whole blocks; chat turns are short.
@@ -29,7 +31,8 @@ PAGE = 32  # tokens per KV block. Shared prefixes are whole blocks; chat turns a
 class SaltedCache(PagedAttentionCache):
     """A paged KV cache of `blocks` blocks of `PAGE` tokens, whose prefixes are shared within a salt only. Blocks are found by a
     chain of hashes over token ids. For hashing, the first id of a sequence is replaced by a number that is unique to the pair of
-    salt and id: chains of different salts are never equal."""
+    salt and id, and the ids of an image's tokens by one that is unique to the image: chains of different salts or images are never
+    equal."""
 
     def __init__(self, config: PreTrainedConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         options = ContinuousBatchingConfig(
@@ -43,7 +46,9 @@ class SaltedCache(PagedAttentionCache):
         )
         super().__init__(config, options, device, DistributedHelper(None, None), dtype, True)
         self.salts: dict[str, str] = {}  # by sequence, which must be here before it is scheduled
+        self.images: dict[str, Sequence[PlacedImage]] = {}  # by sequence, of those that have some
         self._heads: dict[tuple[str, int], int] = {}
+        self._seen: dict[str, int] = {}
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         return super().search_prefix_match(request_id, self._salted(request_id, prompt_ids))
@@ -58,6 +63,7 @@ class SaltedCache(PagedAttentionCache):
         """Drop all keys and values, cached prefixes included."""
         super().reset()
         self._heads.clear()
+        self._seen.clear()
 
     def free(self) -> None:
         """Drop all keys and values, and free their memory until `allocate`. Layers keep their views of it."""
@@ -76,8 +82,15 @@ class SaltedCache(PagedAttentionCache):
 
     def _salted(self, request_id: str, tokens: list[int]) -> list[int]:
         # Block hashes take 32 bit signed ids: real ones are not negative, these are.
-        head = self._heads.setdefault((self.salts[request_id], tokens[0]), -1 - len(self._heads))
-        return [head, *tokens[1:]]
+        head = self._heads.setdefault((self.salts[request_id], tokens[0]), self._unused())
+        salted = [head, *tokens[1:]]
+        for image in self.images.get(request_id, ()):
+            number = self._seen.setdefault(image.digest, self._unused())
+            salted[image.start : image.end] = [number] * (image.end - image.start)
+        return salted
+
+    def _unused(self) -> int:
+        return -1 - len(self._heads) - len(self._seen)
 
 
 class PriorityScheduler(FIFOScheduler):
