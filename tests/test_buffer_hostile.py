@@ -286,6 +286,8 @@ def any_request(rng: random.Random, now: int) -> tuple[str, m.Request]:
         return "learner", m.RequestFresh(version, rng.choice([0, 1, 1 << 16]))
     if kind is m.FetchRows:
         return "learner", m.FetchRows(version, (f"{episode}.0",) * rng.randint(0, 2))
+    if kind is m.FetchImages:
+        return "learner", m.FetchImages((f"{rng.randint(0, 9):064x}.png",) * rng.randint(0, 2))
     if kind is m.DiscardBatch:
         groups = tuple(rng.randint(0, 9) for _ in range(rng.randint(0, 2)))
         return "learner", m.DiscardBatch(version, groups, "critic_warmup")
@@ -306,6 +308,7 @@ GIVEN = {
     m.GroupsSetAside,
     m.BatchPlan,
     m.RowsReply,
+    m.ImagesReply,
     m.TrajectoriesReply,
     m.Stats,
 }

@@ -74,7 +74,7 @@ async def test_an_episode_whose_image_did_not_come_is_refused(tmp_path: Path, ad
         other = (np.frombuffer(BLUE, dtype=np.uint8),)
         request = m.DeliverEpisode("worker-0", episode, {0: SAMPLED}, FINISHED, (sent,), images=other)
         with pytest.raises(StateError, match="is named and did not come"):
-            await worker.rpc.request(request, m.Ack, SOON)
+            await worker.connections["buffer"].request(request, m.Ack, SOON)
         assert kept(tmp_path) == {}
         await worker.deliver(episode, {0: SAMPLED}, FINISHED, (seeing(episode, RED),), (), {digest_of(RED): RED})
         failed = seeing(lease.episode(1), BLUE)
