@@ -77,6 +77,7 @@ class CommandAgent:
             await _fill(box, observation.files)
             async with self._gateway.endpoint(session, tools) as endpoint:
                 ran = await self._run(box, question, endpoint)
+            tools.check()
             self._require_success(ran, session)
             files = await _left(box)
         finally:

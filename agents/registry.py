@@ -8,9 +8,8 @@ from typing import Any, cast
 from renderers import DefaultRendererConfig, Renderer, RendererConfig, config_from_name, create_renderer
 from renderers.base import Tokenizer
 from renderers.configs import Qwen3VLRendererConfig
-from renderers.qwen3_vl import Qwen3VLRenderer
 
-from ..common.image_processor import CACHED, ImageProcessor
+from ..common.image_processor import ImageProcessor
 from ..common.targets import load_target
 from ..errors import ConfigError
 from . import builtin
@@ -18,6 +17,7 @@ from .base import Agent
 from .chat_template import ChatTemplateRenderer
 from .foreign import SIGNATURES, ForeignAgent, is_agent, is_foreign
 from .forgotten_await import forgotten_await
+from .image_renderer import ImageRenderer
 from .plain_text import MarkingTokenizer, PlainTextRenderer
 
 BUILTIN: dict[str, Agent] = {"tool_calling": builtin.tool_calling, "single_turn": builtin.single_turn}
@@ -61,8 +61,8 @@ def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
         create_renderer(tokenizer, cast(RendererConfig, config))  # checks the tokenizer, by its type too
         if isinstance(config, Qwen3VLRendererConfig):
             # Its own choice of a processor needs torchvision, and gives other numbers where that is installed.
-            config = Qwen3VLRendererConfig(thinking_retention="all", image_cache_max=CACHED)
-            made = Qwen3VLRenderer(marking, config, processor=ImageProcessor(tokenizer.name_or_path))
+            config = Qwen3VLRendererConfig(thinking_retention="all")
+            made = ImageRenderer(marking, config, processor=ImageProcessor(tokenizer.name_or_path))
             return cast(Renderer, PlainTextRenderer(made, tokenizer))
         return cast(Renderer, PlainTextRenderer(create_renderer(marking, cast(RendererConfig, config)), tokenizer))
     except Exception as error:  # formats check their tokenizer in different ways, often by assertion

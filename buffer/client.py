@@ -32,6 +32,7 @@ import numpy as np
 import zmq.asyncio
 
 from ..common.images import PlacedImage
+from ..errors import WireError
 from ..rpc.client import RpcClient
 from ..rpc.security import KeyPair
 from . import messages as m
@@ -249,11 +250,12 @@ class BufferClient:
         """The files of `images`, by digest. Raises StateError where the buffer has one of them not."""
         named = {image.digest: image.name for image in images}
         found: dict[str, bytes] = {}
-        for start in range(0, len(named), m.IMAGES_AT_ONCE):
-            some = tuple(named)[start : start + m.IMAGES_AT_ONCE]
+        while some := [digest for digest in named if digest not in found][: m.IMAGES_AT_ONCE]:
             request = m.FetchImages(tuple(named[digest] for digest in some))
             reply = await self._request(request, m.ImagesReply, to=self._nearest)  # all write to one folder
-            found |= {digest: file.tobytes() for digest, file in zip(some, reply.files, strict=True)}
+            if not 0 < len(reply.files) <= len(some):
+                raise WireError(f"the buffer answered a request for {len(some)} images with {len(reply.files)}")
+            found |= {digest: file.tobytes() for digest, file in zip(some, reply.files, strict=False)}
         return found
 
     async def take(self, version: int, deadline_s: float) -> BatchPlan[Trajectory]:

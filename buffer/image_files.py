@@ -23,6 +23,7 @@ from ..errors import StateError, WireError
 from .trajectory import Trajectory
 
 FOLDER = "images"
+REPLY_BYTES = 64 << 20  # of the files in one reply
 
 
 class ImageFiles:
@@ -37,7 +38,7 @@ class ImageFiles:
     def write(self, files: Mapping[str, bytes]) -> None:
         """Keep files, by name; returns when they are on the disk. Raises OSError."""
         new = [name for name in files if not self.path(name).exists()]
-        folders = {self.path(name).parent for name in new}
+        folders = {self.path(name).parent for name in files}
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         for name in new:
@@ -47,6 +48,7 @@ class ImageFiles:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self.path(name))
+        # Also those of files that are there: another process may have renamed one just now, and not synced its folder yet.
         for folder in (*folders, *((self._folder, self._folder.parent) if folders else ())):
             fsync_directory(folder)
 
@@ -61,6 +63,17 @@ class ImageFiles:
             return self.path(name).read_bytes()
         except OSError as error:
             raise StateError(f"the image {name} is not in {self._folder}: {error.strerror or error}") from None
+
+    def first(self, names: Iterable[str]) -> tuple[NDArray[np.uint8], ...]:
+        """As many of the first files as have `REPLY_BYTES` together, at least one. Raises StateError where one is missing."""
+        found, size = list[NDArray[np.uint8]](), 0
+        for name in names:
+            data = self.read(name)
+            size += len(data)
+            if found and size > REPLY_BYTES:
+                break
+            found.append(np.frombuffer(data, dtype=np.uint8))
+        return tuple(found)
 
 
 def named_files(images: Mapping[str, bytes], trajectories: Iterable[Trajectory]) -> dict[str, bytes]:

@@ -116,7 +116,8 @@ class FetchRows(BufferMessage, frozen=True):
 
 
 class FetchImages(BufferMessage, frozen=True):
-    """A learner rank requests the files of images, by their names, of trajectories that it has fetched."""
+    """A learner rank requests the files of images, by their names, of trajectories that it has fetched. It asks again for those
+    that a reply leaves out."""
 
     names: Annotated[tuple[Annotated[str, Meta(pattern=NAME)], ...], Meta(max_length=IMAGES_AT_ONCE)]
 
@@ -253,7 +254,7 @@ class RowsReply(BufferMessage, frozen=True):
 
 
 class ImagesReply(BufferMessage, frozen=True):
-    """To FetchImages, in its order: the bytes of each file."""
+    """To FetchImages, in its order: the bytes of each of the first files, see `ImageFiles.first`."""
 
     files: tuple[NDArray[np.uint8], ...]
 

@@ -174,8 +174,7 @@ class RequestHandler:
                 return self._rows(version, ids)
             case m.FetchImages(names):
                 clients.rank(identity)
-                files = map(self._store.images.read, names)
-                return m.ImagesReply(tuple(np.frombuffer(data, dtype=np.uint8) for data in files))
+                return m.ImagesReply(self._store.images.first(names))
             case m.ReportProgress(worker, generated, slot_s, idle_slot_s):
                 client = clients.worker(identity, worker)
                 for episode_id in generated:

@@ -3,22 +3,24 @@
 Invariants:
 - Workers, servers and learners use the same implementation, over Pillow and NumPy: the same file gives the same numbers, bit by
   bit.
+- What is decoded is within the limits of `images.opened_image`, wherever the file comes from.
 - An image becomes height x width patches, and a token of the language model for each square of `merge_size` x `merge_size` of them.
 """
 
 from __future__ import annotations
 
 import functools
-import io
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
+from .images import digest_of, opened_image
 from .modelscope import is_on_modelscope, local_folder
 
-CACHED = 16  # images whose numbers are kept, some MiB each: the members of a group see the same ones
+CACHE_BYTES = 256 << 20  # of numbers that are kept: the members of a group see the same images
 MODEL_KEY = "model.path"
 
 
@@ -35,7 +37,9 @@ class ImageProcessor:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.pixels = functools.lru_cache(CACHED)(self._pixels)
+        self._lock = threading.Lock()
+        self._kept: dict[str, Pixels] = {}  # by digest, the one that was asked for last is the last
+        self._kept_bytes = 0
 
     @functools.cached_property
     def image_processor(self) -> Any:
@@ -56,11 +60,20 @@ class ImageProcessor:
     def tokens(self, pixels: Pixels) -> int:
         return pixels.height * pixels.width // self.merge_size**2
 
-    def _pixels(self, data: bytes) -> Pixels:
-        """Of an image's file. Raises what Pillow raises for a broken one."""
-        from PIL import Image as Pillow
+    def pixels(self, data: bytes) -> Pixels:
+        """Of an image's file. Raises what `opened_image` raises, and what Pillow raises for a broken file."""
+        with self._lock:
+            digest = digest_of(data)
+            if (found := self._kept.pop(digest, None)) is None:
+                found = self._pixels(data)
+                self._kept_bytes += found.values.nbytes
+            self._kept[digest] = found
+            while self._kept_bytes > CACHE_BYTES:
+                self._kept_bytes -= self._kept.pop(next(iter(self._kept))).values.nbytes
+            return found
 
-        with Pillow.open(io.BytesIO(data)) as opened:
+    def _pixels(self, data: bytes) -> Pixels:
+        with opened_image(data) as opened:
             made = self.image_processor(images=[opened.convert("RGB")], return_tensors="np")
         _, height, width = made["image_grid_thw"][0].tolist()
         return Pixels(np.ascontiguousarray(made["pixel_values"], dtype=np.float32), height, width)

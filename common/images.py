@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-import warnings
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -24,10 +24,17 @@ from numpy.typing import NDArray
 
 from ..errors import EnvError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
+
 FAMILIES = ("qwen3_vl",)
 """Model types of Hugging Face configs whose images are rendered, served and trained on here."""
 
 BYTES_LIMIT = 16 << 20  # of one image's file
+PIXELS_LIMIT = 16 << 20  # of one image
+SIDES_LIMIT = (
+    200  # times that the longer side may be the shorter one: `smart_resize` of Qwen's image processors takes no more
+)
 KINDS: dict[str, bytes] = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}  # and how their files begin
 NAME = r"^[0-9a-f]{64}\.(png|jpeg)$"  # of an image's file
 Position = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -77,19 +84,34 @@ def kind_of(data: bytes) -> Literal["png", "jpeg"] | None:
     return "jpeg" if data.startswith(KINDS["jpeg"]) else None
 
 
+@contextmanager
+def opened_image(data: bytes) -> Iterator[PillowImage]:
+    """The image in a file, before its pixels are decoded. Raises EnvError where it has more of them, or a longer side, than is
+    allowed, and what Pillow raises for a broken file."""
+    from PIL import Image as Pillow
+
+    with Pillow.open(io.BytesIO(data)) as opened:
+        width, height = opened.size
+        if width * height > PIXELS_LIMIT or max(width, height) > SIDES_LIMIT * min(width, height):
+            raise EnvError(
+                f"an image has {width} x {height} pixels; allowed are {PIXELS_LIMIT} in all, and a side of at most {SIDES_LIMIT} "
+                "times the other"
+            )
+        yield opened
+
+
 def check_image(data: bytes) -> None:
-    """Raises EnvError where `data` is not a whole PNG or JPEG file of at most `BYTES_LIMIT` bytes."""
+    """Raises EnvError where `data` is not a whole PNG or JPEG file of at most `BYTES_LIMIT` bytes, or `opened_image` allows it
+    not."""
     if kind_of(data) is None:
         raise EnvError(f"an image begins with {bytes(data[:8])!r}; allowed are files of {', '.join(KINDS)}")
     if len(data) > BYTES_LIMIT:
         raise EnvError(f"an image has {len(data)} bytes; allowed are {BYTES_LIMIT}")
-    from PIL import Image as Pillow
-
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Pillow.DecompressionBombWarning)
-            with Pillow.open(io.BytesIO(data)) as opened:
-                opened.load()
+        with opened_image(data) as opened:
+            opened.load()
+    except EnvError:
+        raise
     except Exception as error:  # Pillow raises whatever a broken file makes its decoders raise
         raise EnvError(f"an image cannot be decoded: {error}") from None
 

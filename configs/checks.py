@@ -281,6 +281,11 @@ def _backend(config: Config) -> Iterator[str]:
                 f"{key}.parallel.expert={backend.expert_parallel} with {key}.options=[liger]: Liger has a class of its own for "
                 "experts, which expects all of them; leave one of the two out"
             )
+        if backend.expert_parallel > 1 and "offload" in backend.options:
+            yield (
+                f"{key}.parallel.expert={backend.expert_parallel} with {key}.options=[offload]: divided experts are pushed and "
+                "stored from the accelerator's memory, not the host's; leave one of the two out"
+            )
         if backend.device == "cpu":
             for option in {"offload", "liger"}.intersection(backend.options):
                 yield f"{key}.options=[{option}] is for GPUs; {key}.device=cpu allows recompute and compile"

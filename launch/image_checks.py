@@ -58,7 +58,7 @@ def _problems(config: Config) -> Iterator[str]:
     chosen = learner.backend
     if is_on_modelscope(config.model.path):
         yield "model.path names a model of ModelScope; allowed are a folder and a name on Hugging Face's hub"
-    if not isinstance(engine, Transformers):
+    if not isinstance(engine, Transformers) and not isinstance(config, SftConfig):  # which starts no engine
         yield f"rollout.engine.kind={kind_of(engine)} is not given images with token ids here; allowed is transformers"
     if isinstance(chosen, Megatron):
         yield "learner.backend.kind=megatron has no vision tower; allowed is fsdp2"
@@ -88,7 +88,8 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def check_opening(config: Config, renderer: Renderer, name: str, opening: Observation) -> None:
-    """Raises ConfigError where the environment `name` opens with images and the chat format or the model shows none."""
+    """Raises ConfigError where the environment `name` opens with images and the chat format or the model shows none, or several
+    ranks would be fine-tuned on them."""
     from ..learner.model import has_images
 
     if not any(message.images for message in opening.messages):
@@ -96,6 +97,12 @@ def check_opening(config: Config, renderer: Renderer, name: str, opening: Observ
     if not has_images(config.model.path):
         raise ConfigError(
             f"model.path: {config.model.path!r} sees no images, and {name} shows some; allowed are models that see images"
+        )
+    ranks = config.learner.backend.ranks
+    if isinstance(config, SftConfig) and ranks > 1 and not (config.sft.messages or config.sft.preferences):
+        raise ConfigError(
+            f"learner.backend.ranks={ranks}: {name} shows images, and conversations with images are fine-tuned by one rank; "
+            "allowed is 1"
         )
     if not getattr(renderer, "supports_process_multimodal", False):
         raise ConfigError(

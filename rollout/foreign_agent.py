@@ -35,6 +35,7 @@ def through_gateway(agent: ForeignAgent, gateway: Gateway) -> Agent:
         tools = EnvTools(env, observation.tools)
         async with gateway.endpoint(cast(Session, policy), tools) as endpoint:
             answer = await _solve(agent, observation.messages, endpoint)
+        tools.check()
         if why := without_await(answer):
             raise PolicyError(why)
         if not isinstance(answer, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import socket
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pillow
 from slipstream.agents import Completion, Gateway
 from slipstream.agents.command import CommandAgent
 from slipstream.configs import load
 from slipstream.configs.schema import Agent as AgentSettings
 from slipstream.configs.schema import ProgramSandbox
-from slipstream.envs import CALCULATOR, Message, Observation, StepResult, Task, TaskFile, call_tool
+from slipstream.envs import CALCULATOR, Image, Message, Observation, StepResult, Task, TaskFile, call_tool
 from slipstream.envs.sandbox import local_pool
 from slipstream.envs.sandbox.kinds import VARIABLE
 from slipstream.errors import ConfigError, EngineError
@@ -168,6 +170,8 @@ print(tool("tools/call", name=name, arguments={"expression": "6*7"})["content"][
 
 
 class Calculator(Once):
+    shows: bytes = b""  # a picture in the place of a result
+
     async def reset(self, task: Task) -> Observation:
         return Observation((Message("user", "6 * 7?"),), (CALCULATOR.spec,))
 
@@ -175,12 +179,20 @@ class Calculator(Once):
         if not message.tool_calls:
             return StepResult((), float(message.content == "42" and message.files == ()), done=True)
         reply, _ = await call_tool({"calculator": CALCULATOR}, message.tool_calls[0])
+        if self.shows:
+            reply = Message("tool", "", tool_call_id=reply.tool_call_id, name=reply.name, images=(Image(self.shows),))
         return StepResult((reply,), 0.25)
 
 
 async def test_a_program_calls_the_environments_tools(play: Play) -> None:
-    result = await play(MCP, "hm", source=Calculator(split="train", seed=0))
+    source, file = Calculator(split="train", seed=0), io.BytesIO()
+    result = await play(MCP, "hm", source=source)
     assert (result.outcome.kind, result.trajectories[0].turn_rewards) == ("finished", (0.25, 1.0))
+    Pillow.new("1", (8, 8)).save(file, "PNG")
+    source.shows = file.getvalue()
+    result = await play(MCP, "hm", source=source)
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "policy")
+    assert "calculator shows an image, which agents written elsewhere are not given" in result.outcome.detail
 
 
 # --- how it ends ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from slipstream.buffer import image_files
 from slipstream.buffer import messages as m
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.evaluation_episodes import EvaluationEpisodes
@@ -58,6 +59,33 @@ async def test_an_image_is_kept_once_and_fetched(tmp_path: Path, address: str) -
         with pytest.raises(StateError, match=r"the image .*png is not in"):
             await learner.images([PlacedImage(0, 1, digest_of(BLUE), "png", 2, 2)])
     assert ImageFiles(tmp_path).sizes() == (1, len(RED))
+
+
+async def test_images_are_fetched_in_parts(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply has as many of the first files as fit, at least one."""
+    colors = ("red", "blue", "green", "white", "gray")
+    named = {f"{digest_of(data)}.png": data for data in map(picture, colors)}
+    files, sizes = ImageFiles(tmp_path), [len(data) for data in named.values()]
+    files.write(named)
+    for most, count in ((1, 1), (sizes[0] + sizes[1], 2), (sizes[0] + sizes[1] + 1, 2), (sum(sizes), 5)):
+        monkeypatch.setattr(image_files, "REPLY_BYTES", most)
+        assert [one.tobytes() for one in files.first(named)] == list(named.values())[:count]
+    monkeypatch.setattr(image_files, "REPLY_BYTES", sizes[0] + sizes[1])
+    wanted = [PlacedImage(0, 1, digest_of(data), "png", 2, 2) for data in named.values()]
+    async with serving(tmp_path / "buffer.sqlite", address, CONFIG), BufferClient(address, "learner") as learner:
+        assert await learner.images(wanted) == {digest_of(data): data for data in named.values()}
+
+
+def test_folders_of_files_that_are_there_are_synced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have renamed a file and be killed before it syncs the folder."""
+    files, name = ImageFiles(tmp_path), f"{digest_of(RED)}.png"
+    files.write({name: RED})
+    synced: list[Path] = []
+    monkeypatch.setattr(image_files, "fsync_directory", synced.append)
+    files.write({name: RED})
+    assert synced == [files.path(name).parent, tmp_path / "images", tmp_path]
+    files.write({})
+    assert len(synced) == 3
 
 
 async def test_an_episode_whose_image_did_not_come_is_refused(tmp_path: Path, address: str) -> None:

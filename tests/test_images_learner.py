@@ -23,8 +23,9 @@ from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Model, Optimizer
 from slipstream.configs.sft import Sft
 from slipstream.envs import Message, Observation
-from slipstream.errors import LearnerError
+from slipstream.errors import CheckpointError, LearnerError
 from slipstream.learner.batch import TrainBatch, supervised
+from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.fsdp2.attention import plan_sharing
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.packing import MicroBatch, microbatches, scoring_microbatch, to_microbatch
@@ -169,6 +170,23 @@ async def test_what_is_pushed_is_loaded_and_exported(policy: Path, tmp_path: Pat
     with torch.no_grad():
         for ours, one in zip(trained.split(batch.sizes.tolist()), batch, strict=True):
             torch.testing.assert_close(ours, plain_logprobs(tmp_path / "model", exported, one), atol=TOLERANCE, rtol=0)
+
+
+def test_a_checkpoint_says_whether_its_vision_tower_was_trained(policy: Path, tmp_path: Path) -> None:
+    options: dict[str, tuple[str, ...]] = {"trained": (), "frozen": ("frozen_vision",)}
+    for name, chosen in options.items():
+        backend = open_backend(policy, *chosen)
+        backend.save(tmp_path / name, CheckpointState(step=1, version=1)).result(DEADLINE_S)
+        backend.close()
+    for name, other, why in (
+        ("frozen", "trained", r"was not trained; set learner.backend.options=\[frozen_vision\] to resume it"),
+        ("trained", "frozen", "was trained; leave frozen_vision out of learner.backend.options to resume it"),
+    ):
+        backend = open_backend(policy, *options[other])
+        with pytest.raises(CheckpointError, match=f"{name} is of another model than '.*': its vision tower {why}"):
+            backend.load(tmp_path / name)
+        backend.load(tmp_path / other)
+        backend.close()
 
 
 @pytest.mark.full

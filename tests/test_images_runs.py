@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from slipstream.configs import load
+from slipstream.configs import SftConfig, load
 from slipstream.envs import Observation
 from slipstream.errors import ConfigError
 from slipstream.launch.image_checks import check_images, check_opening
@@ -59,6 +59,17 @@ def test_what_takes_images_is_not_refused(policy: Path) -> None:
         check_images(load("quickstart", [f"model.path={policy}", SERVER, f"learner.backend.options={options}"]))
     kl = f"learner.algorithm.kl={{kind: loss, coefficient: 0.1, reference: {policy}}}"
     check_images(load("quickstart", [f"model.path={policy}", SERVER, kl]))
+
+
+def test_fine_tuning_needs_no_engine_and_one_rank(policy: Path) -> None:
+    model, two, shows = f"model.path={policy}", "learner.backend.ranks=2", Observation((asked(picture("red")),))
+    check_images(load("quickstart", [model], SftConfig))
+    check_opening(load("quickstart", [model], SftConfig), renderer_of(policy), "colors", shows)
+    check_opening(load("quickstart", [model, two]), renderer_of(policy), "colors", shows)
+    several = load("quickstart", [model, two], SftConfig)
+    with pytest.raises(ConfigError, match=r"backend.ranks=2: colors shows images, .* by one rank; allowed is 1"):
+        check_opening(several, renderer_of(policy), "colors", shows)
+    check_opening(several, renderer_of(policy), "words", Observation((asked(),)))
 
 
 def test_a_model_without_a_vision_tower_is_told_so(policy: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from slipstream.agents.chat_images import placed_images
 from slipstream.agents.session import to_chat
+from slipstream.common import image_processor
 from slipstream.common.image_processor import ImageProcessor
 from slipstream.common.images import PlacedImage, PromptImage
 from slipstream.envs import Message
@@ -116,6 +117,25 @@ def test_a_prefix_is_shared_by_equal_images_only(policy: Path, monkeypatch: pyte
     assert read[0] == len(blue.token_ids)
 
 
+def test_a_prefix_that_begins_with_an_image_is_shared_within_a_salt_only(policy: Path) -> None:
+    prompt = Prompt(policy, asked(picture("red"), text="Which color is it? " * 12))
+    (image,) = prompt.images
+    ids, end = prompt.token_ids[image.start :], image.end - image.start
+    cache = make_runner(policy)._cache
+
+    def hashed(id: str, salt: str, digest: str) -> list[int]:
+        cache.salts[id], cache.images[id] = salt, [PlacedImage(0, end, digest, "png", 4, 4)]
+        return cache._salted(id, list(ids))
+
+    first, same, salted, other = (
+        hashed(*one) for one in [("a", "", "0"), ("b", "", "0"), ("c", "x", "0"), ("d", "", "1")]
+    )
+    assert first == same
+    assert len({one[0] for one in (first, salted, other)}) == 3
+    assert len({one[1] for one in (first, salted, other)}) == 2
+    assert first[end:] == salted[end:] == list(ids[end:])
+
+
 def test_a_sampled_placeholder_is_a_token_like_any_other(policy: Path) -> None:
     pad = load_tokenizer(str(policy)).get_vocab()["<|image_pad|>"]
     prompt = Prompt(policy, asked(picture("red")))
@@ -154,6 +174,7 @@ def test_an_image_that_does_not_fit_its_tokens_is_refused(policy: Path) -> None:
     for wrong, why in [
         (PromptImage(image.start, image.end, picture("red", 64, 64)), "came with 4 tokens, it has 16"),
         (PromptImage(image.start, image.end, image.data[:60]), "cannot be read"),
+        (PromptImage(image.start, image.end, picture("red", 1, 300)), "cannot be read: an image has 1 x 300 pixels"),
         (PromptImage(image.start, image.end, b"GIF89a"), "begins with b'GIF89a'; allowed are files of png, jpeg"),
     ]:
         with pytest.raises(BadRequest, match=why):
@@ -168,6 +189,21 @@ def test_an_image_that_does_not_fit_its_tokens_is_refused(policy: Path) -> None:
             request(*wrong).sequence(limits)
     with pytest.raises(BadRequest, match="takes none"):
         request(image).sequence(RequestLimits(512, 200))
+
+
+def test_what_is_kept_of_images_is_bounded_by_bytes(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, files = ImageProcessor(str(policy)), [picture(color) for color in ("red", "green", "blue")]
+    size = processor.pixels(files[0]).values.nbytes
+    monkeypatch.setattr(image_processor, "CACHE_BYTES", 2 * size)
+    first, second = (processor.pixels(data) for data in files[:2])
+    assert processor.pixels(files[0]) is first  # and is the newest
+    processor.pixels(files[2])
+    assert processor.pixels(files[0]) is first
+    assert processor.pixels(files[1]) is not second
+    assert processor._kept_bytes == sum(kept.values.nbytes for kept in processor._kept.values()) == 2 * size
+    monkeypatch.setattr(image_processor, "CACHE_BYTES", size - 1)
+    assert processor.pixels(files[1]).values.nbytes == size
+    assert (processor._kept, processor._kept_bytes) == ({}, 0)
 
 
 def test_positions_are_those_of_transformers(policy: Path) -> None:

@@ -97,6 +97,20 @@ async def test_another_image_is_another_conversation(policy: Path) -> None:
     assert len(prompts) == 2
 
 
+async def test_an_image_is_rendered_from_its_patches_alone(policy: Path) -> None:
+    """Of the longest one that is allowed, and of one that was rendered before; no numbers of either are kept."""
+    session, eye, pad = make_session(policy)
+    long = picture("red", 1, 200)
+    check_images([asked(long)])
+    for _ in range(2):
+        await session.chat([asked(long), Message("assistant", "a"), asked(RED)])
+    assert eye.asked[0] == eye.asked[1]
+    ids, images = eye.asked[0]
+    assert sum(image.end - image.start for image in images) == ids.count(pad) > 2 * TOKENS
+    kept = [made["pixel_values"] for made, _ in session._renderer._image_cache.values()]
+    assert kept == [None, None]
+
+
 async def test_raw_tokens_go_on_with_the_images_of_their_conversation(policy: Path) -> None:
     session, eye, _ = make_session(policy)
     await session.chat([asked(RED)])
@@ -128,6 +142,10 @@ async def test_a_chat_format_without_images_is_refused(policy: Path) -> None:
     [
         (Message("user", "?", images=(Image(b"GIF89a"),)), "begins with b'GIF89a'; allowed are files of png, jpeg"),
         (Message("user", "?", images=(Image(RED[:40]),)), "cannot be decoded"),
+        (
+            Message("user", "?", images=(Image(picture("red", 1, 201)),)),
+            "an image has 1 x 201 pixels; allowed are 16777216 in all",
+        ),
         (Message("user", "?", images=(Image(RED, at=2),)), "at character 2 of 1"),
         (Message("user", "ab", images=(Image(RED, at=2), Image(RED, at=1))), "allowed are 2 to the text's end"),
         (Message("assistant", "", images=(Image(RED),)), "of role assistant has an image; allowed are user and tool"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import httpx
 import openai
 import pytest
+from PIL import Image as Pillow
 from slipstream.agents import Completion, Endpoint, ForeignAgent
 from slipstream.agents.base import Agent, Generate
 from slipstream.configs.schema import ReasoningGym
 from slipstream.envs import (
     CALCULATOR,
+    Image,
     Message,
     Observation,
     StepResult,
@@ -94,10 +97,43 @@ async def test_a_failure_that_the_agent_swallows_is_the_episodes(play: Play) -> 
     assert (result.outcome.detail, result.trajectories) == ("no replica answers", ())
 
 
-class Tools(Once):
-    """A calculator; `breaks` on the second call, and `ends` the episode on it."""
+def picture(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Pillow.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
 
-    breaks = ends = False
+
+class Shows(Once):
+    """Opens with a picture."""
+
+    def __init__(self, width: int, height: int) -> None:
+        super().__init__(split="train", seed=0)
+        self.data = picture(width, height)
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation((Message("user", "What is it?", images=(Image(self.data),)),))
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "reason", "detail"),
+    [
+        (1, 300, "environment", "an image has 1 x 300 pixels; allowed are"),
+        (9000, 9000, "environment", "an image has 9000 x 9000 pixels; allowed are 16777216 in all"),
+        (1, 200, "policy", "agents written elsewhere are not given"),
+    ],
+)
+async def test_an_image_is_refused_to_who_is_at_fault(
+    play: Play, width: int, height: int, reason: str, detail: str
+) -> None:
+    result = await play(simple, "a line", source=Shows(width, height))
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", reason)
+    assert detail in result.outcome.detail
+
+
+class Tools(Once):
+    """A calculator; `breaks` on the second call, and `ends` the episode on it, or `shows` a picture."""
+
+    breaks = ends = shows = False
 
     async def reset(self, task: Task) -> Observation:
         self.steps = 0
@@ -109,6 +145,9 @@ class Tools(Once):
             return StepResult((), float(message.content == "42"), done=True)
         if self.steps == 2 and self.breaks:
             raise ToolError("the calculator broke")
+        if self.steps == 2 and self.shows:
+            shown = Message("tool", "", tool_call_id="2", name="calculator", images=(Image(picture(8, 8)),))
+            return StepResult((shown,), 0.25)
         reply, _ = await call_tool({"calculator": CALCULATOR}, message.tool_calls[0])
         return StepResult((reply,), 0.25, done=self.steps == 2 and self.ends)
 
@@ -137,6 +176,10 @@ async def test_the_environments_tools_reward_and_end_the_episode(play: Play) -> 
     result = await play(over_mcp, "hm", source=source)
     assert (result.outcome.kind, result.outcome.reason) == ("failed", "tool")
     assert result.outcome.detail == "the calculator broke"
+    source.breaks, source.shows = False, True  # the agent answers as if nothing had been
+    result = await play(over_mcp, "hm", source=source)
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "policy")
+    assert "calculator shows an image, which agents written elsewhere are not given" in result.outcome.detail
 
 
 async def test_a_context_that_is_full_is_no_failure_of_the_agent(play: Play) -> None:

@@ -3,7 +3,7 @@
 Invariants:
 - A call of a tool is a step of the environment, whose reward counts; an environment takes one step at a time.
 - What the environment tells the policy, wrong calls included, is the tool's result. A failure of the environment is an error of the
-  protocol; the episode fails by it whatever the agent does then.
+  protocol; the episode fails by it whatever the agent does then. An image that a tool shows is an error, too, by the policy.
 - No state between requests but the environment's: there are no sessions, streams or notifications.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 
 from ... import __version__
 from ...envs.base import JSON, Environment, Message, ToolCall, ToolSpec
-from ...errors import EnvError, ToolError
+from ...errors import EnvError, PolicyError, ToolError
 
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")  # of the protocol, the newest first
 OVER = "the episode is over"
@@ -43,6 +43,7 @@ class EnvTools:
 
     def __init__(self, env: Environment, specs: Sequence[ToolSpec]) -> None:
         self.done = False
+        self._refused: PolicyError | None = None
         self._env = env
         self._specs = specs
         self._step = asyncio.Lock()
@@ -71,11 +72,16 @@ class EnvTools:
             case "tools/call":
                 try:
                     result = await self._call(parameters.name, parameters.arguments or {})
-                except (ToolError, EnvError) as error:
+                except (ToolError, EnvError, PolicyError) as error:
                     return _error(request.id, FAILED, f"{type(error).__name__}: {error}")
             case _:
                 return _error(request.id, NO_METHOD, f"there is no method {request.method!r} here")
         return {"jsonrpc": "2.0", "id": request.id, "result": result}
+
+    def check(self) -> None:
+        """Raises PolicyError where a tool has shown an image, which the agent was not given."""
+        if self._refused is not None:
+            raise self._refused
 
     async def _call(self, name: str, arguments: JSON) -> JSON:
         if name not in (names := [spec.name for spec in self._specs]):  # no step: it could pass for an answer
@@ -87,7 +93,10 @@ class EnvTools:
             step = await self._env.step(Message("assistant", "", (call,)))
             self.done = step.done
         if any(message.images for message in step.messages):
-            raise ToolError(f"{name} shows an image, which agents written elsewhere are not given; see agent.kind")
+            self._refused = PolicyError(
+                f"{name} shows an image, which agents written elsewhere are not given; see agent.kind"
+            )
+            raise self._refused
         text = "\n".join(message.content for message in step.messages) or (OVER if step.done else "")
         return _result(text, is_error=text.startswith("error:"))  # as `call_tool` begins what a wrong call is told
 

@@ -92,9 +92,9 @@ class Fsdp2Model(ShardedModel):
         self.leads_rows = self._context is None or self._context.rank == 0
         self.shares_prefixes = self._context is None  # a rank's part of a row may end within a prompt
         divided = self._groups.experts
-        self._experts = None if divided is None else experts.DividedExperts(self._model, divided)
-        self._shard(self._dtype, "offload" in config.options)
         try:
+            self._experts = None if divided is None else experts.DividedExperts(self._model, divided)
+            self._shard(self._dtype, "offload" in config.options)
             self._read(weights, places)
         except ConfigError:
             self.close()

@@ -17,12 +17,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
+from ...configs.backends import FROZEN_VISION
 from ...errors import CheckpointError
 from .. import lora
 from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
 from .experts import DividedExperts
 
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+VISION = ".visual."  # in the name of a parameter of a vision tower
 
 MOMENT = ("optimizer.state.", ".exp_avg")  # around the name of a trained parameter, the key of its first moment
 
@@ -130,11 +133,16 @@ def _difference(saved: Shapes, ours: Shapes) -> str | None:
     """A message about why weights of shapes `saved` do not fit `ours`; None where they do."""
     if why := lora.other_rank(lora.rank_of(saved), lora.rank_of(ours)):
         return why
-    for name in sorted(saved.keys() | ours.keys()):
-        there, here = saved.get(name), ours.get(name)
-        if there != here:
-            return f"there {name} is {_shown(there)}, here {_shown(here)}"
-    return None
+    different = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
+    if not different:
+        return None
+    if all(VISION in name for name in different):  # trained on one side only
+        if not any(VISION in name for name in saved):
+            return f"its vision tower was not trained; set learner.backend.options=[{FROZEN_VISION}] to resume it"
+        if not any(VISION in name for name in ours):
+            return f"its vision tower was trained; leave {FROZEN_VISION} out of learner.backend.options to resume it"
+    name = different[0]
+    return f"there {name} is {_shown(saved.get(name))}, here {_shown(ours.get(name))}"
 
 
 def _shown(shape: tuple[int, ...] | None) -> str:

@@ -43,6 +43,8 @@ class RowImages:
     def _read(self, image: PlacedImage, data: bytes) -> Pixels:
         try:
             return self._processor.pixels(data)
+        except MemoryError:
+            raise
         except Exception as error:  # Pillow raises whatever a broken file makes its decoders raise; some are OSErrors
             raise LearnerError(f"the image {image.name} cannot be read: {error}") from error
 

@@ -54,6 +54,8 @@ class SeenImages:
             raise BadRequest(f"an image begins with {image.data[:8]!r}; allowed are files of {', '.join(KINDS)}")
         try:
             pixels = self._processor.pixels(image.data)
+        except MemoryError:
+            raise
         except Exception as error:  # Pillow raises whatever a broken file makes its decoders raise
             raise BadRequest(f"an image cannot be read: {error}") from None
         size = pixels.height, pixels.width

@@ -30,9 +30,9 @@ PAGE = 32  # tokens per KV block. Shared prefixes are whole blocks; chat turns a
 
 class SaltedCache(PagedAttentionCache):
     """A paged KV cache of `blocks` blocks of `PAGE` tokens, whose prefixes are shared within a salt only. Blocks are found by a
-    chain of hashes over token ids. For hashing, the first id of a sequence is replaced by a number that is unique to the pair of
-    salt and id, and the ids of an image's tokens by one that is unique to the image: chains of different salts or images are never
-    equal."""
+    chain of hashes over token ids. For hashing, the ids of an image's tokens are replaced by a number that is unique to the image,
+    and then the first of a sequence by one that is unique to the pair of salt and what is there, an image's number too: chains of
+    different salts or images are never equal."""
 
     def __init__(self, config: PreTrainedConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         options = ContinuousBatchingConfig(
@@ -82,11 +82,11 @@ class SaltedCache(PagedAttentionCache):
 
     def _salted(self, request_id: str, tokens: list[int]) -> list[int]:
         # Block hashes take 32 bit signed ids: real ones are not negative, these are.
-        head = self._heads.setdefault((self.salts[request_id], tokens[0]), self._unused())
-        salted = [head, *tokens[1:]]
+        salted = list(tokens)
         for image in self.images.get(request_id, ()):
             number = self._seen.setdefault(image.digest, self._unused())
             salted[image.start : image.end] = [number] * (image.end - image.start)
+        salted[0] = self._heads.setdefault((self.salts[request_id], salted[0]), self._unused())
         return salted
 
     def _unused(self) -> int:
