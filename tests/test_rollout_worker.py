@@ -13,11 +13,9 @@ import msgspec
 import pytest
 from slipstream.agents import Session, load_agent, load_renderer
 from slipstream.agents.base import Agent, Generate, Policy
-from slipstream.buffer import client as client_module
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger_report import ledgers_by_version
 from slipstream.buffer.messages import Stats
-from slipstream.buffer.schema import process_names
 from slipstream.configs import load
 from slipstream.configs.schema import Buffer, Config, Failure, Reason
 from slipstream.envs import Environment, EnvPart, Message, StepResult, Task
@@ -136,13 +134,10 @@ async def world(
     retries: Mapping[str, int] | None = None,
     greedy: bool = False,
 ) -> AsyncIterator[World]:
-    names = process_names(buffer.shards)
-    addresses = [f"tcp://127.0.0.1:{tiny.free_port()}" for _ in names]
-    rules = {"shares": tuple(part.share for part in parts), "retries": retries, "greedy": greedy}
-    services = [
-        buffer_service(buffer, tmp_path / f"{name}.sqlite", addresses[shard], **rules, shard=shard)
-        for shard, name in enumerate(names)
-    ]
+    address = f"tcp://127.0.0.1:{tiny.free_port()}"
+    shares = tuple(part.share for part in parts)
+    path = tmp_path / "buffer.sqlite"
+    service = buffer_service(buffer, path, address, shares=shares, retries=retries, greedy=greedy)
     made: list[ScriptedEngine] = []
 
     def make_engine(replica_info: ReplicaInfo) -> ScriptedEngine:
@@ -150,16 +145,14 @@ async def world(
         return made[-1]
 
     async with asyncio.timeout(SOON), contextlib.AsyncExitStack() as stack:
-        serving = []
-        for service in services:
-            ready = asyncio.Event()
-            serving.append(asyncio.create_task(service.serve(ready.set)))
-            await ready.wait()
+        ready = asyncio.Event()
+        serving = asyncio.create_task(service.serve(ready.set))
+        await ready.wait()
         options = {"max_concurrent": SLOTS, "request_s": SOON, "start_s": SOON}
         router = await stack.enter_async_context(Router(make_engine, **options, partial="recompute"))
         router.update(Fleet(1, (ReplicaInfo("a", "http://a", 0, "serving", 0),)))
-        learner = await stack.enter_async_context(BufferClient(addresses[0], "learner", addresses[1:]))
-        client = await stack.enter_async_context(BufferClient(addresses[0], "worker-0", addresses[1:]))
+        learner = await stack.enter_async_context(BufferClient(address, "learner"))
+        client = await stack.enter_async_context(BufferClient(address, "worker-0"))
         mark_served(learner, await learner.recover(0))
         w = World(policy, router, learner, made[0], config, agent, parts)
         w.engine.busy = EngineLoad(1, 0, 0.9)  # neither grow nor shrink by much
@@ -171,9 +164,8 @@ async def world(
         stats = await learner.stats()
         assert stats.leased_groups == 0
         assert stats.ledger.balances
-        for task in serving:
-            task.cancel()
-        await asyncio.wait(serving)
+        serving.cancel()
+        await asyncio.wait({serving})
 
 
 async def test_slots_grow_while_the_servers_have_room_and_shrink_without_ending_an_episode(
@@ -195,27 +187,6 @@ async def test_slots_grow_while_the_servers_have_room_and_shrink_without_ending_
             assert len(w.engine.open) == GROUP  # one group always has room
             await w.finish()
         assert (await w.stats()).ledger.discarded == {}
-
-
-async def test_a_group_that_was_asked_for_before_the_limit_fell_is_played(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "LEASE_S", SOON)
-    two = Buffer(max_staleness=0, groups_per_batch=2, group_size=GROUP, shards=2)
-    async with world(policy, tmp_path, two, works=False) as w:
-        _, first, second = w.learner._addresses.values()
-        mark_served(w.learner, None)
-        playing = asyncio.create_task(w.worker.run(w.stop))
-        while len(w.worker._buffer._asked) < two.shards:
-            await w.stats()
-        w.worker.set_limit(GROUP)
-        mark_served(first, 0)
-        await w.until(GROUP)
-        assert w.worker.gauges()["slots"] == GROUP  # there is room for no other
-        mark_served(second, 0)
-        await w.until(2 * GROUP)
-        w.stop.set()
-        await playing
 
 
 async def test_only_what_stands_empty_for_want_of_a_lease_is_idle(policy: Path, tmp_path: Path) -> None:
