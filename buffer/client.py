@@ -7,13 +7,14 @@ Invariants:
 - Every request has a deadline, except for a lease, which waits until its caller cancels it. A request is sent again after
   `RESEND_S` without a reply: all of them may be repeated. A restart of the buffer goes unnoticed.
 - Any number of requests may be under way at once.
-- Shards know nothing of each other. What concerns all of them the caller tells all, and goes on when the last has answered: what
-  it does next, each of them has heard of. A version is committed by the clock first, so that no shard is ever ahead of it.
+- Shards know nothing of each other. What concerns all of them the caller sends to all, and goes on when the last has answered: each
+  has stored it before the caller's next request. A version is committed by the clock first, so that no shard is ever ahead of it.
 - A caller that dies halfway leaves shards behind the clock. Its successor begins with `recover`, which brings all to the clock's
-  version: a checkpoint is written after the commits that it contains, so each shard knows those, and rolls the others back.
+  version: a checkpoint is written after the commits that it contains, so each shard has the commits that are in it, and rolls back
+  its later ones.
 - A shard is a buffer with a part of every batch and of the groups that may be outstanding. The parts add up to the whole, and so do
   the ledgers: the bound, the accounts and what survives a kill are those of each process by itself.
-- A worker's requests for leases never add up to more groups than it has room for.
+- A worker's requests for leases never add up to more groups than it had room for when it sent the newest of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import itertools
 import time
 import uuid
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -39,15 +40,17 @@ from . import messages as m
 from .admission import LiveRules
 from .client_registry import connection_name
 from .group_table import group_number
-from .ledger import Counts, Unstepped, Withheld, total_of
+from .ledger import Counts, Unstepped, Withheld
 from .messages import BatchPlan, Lease, Stats
 from .schema import BUFFER, process_names
+from .summed_stats import sum_of
 from .trajectory import DETAIL_LIMIT, BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
 
 # Time without a reply after which a request is sent again. A lease or a batch may take longer; repeating one is cheap.
 RESEND_S = 5.0
 # How long one of several shards may think about a lease, after which another is asked: a worker with room for one group finds the
-# shard that has one within this time for each.
+# shard that has one within this time for each. A shard that is dead does not answer: a worker with room for one group that asked it
+# waits until it is back.
 LEASE_S = 1.0
 NO_IMAGES: Mapping[str, bytes] = {}
 R = TypeVar("R")
@@ -130,19 +133,28 @@ class BufferClient:
         return (await self.leases(1))[0]
 
     async def leases(self, groups: int) -> tuple[Lease, ...]:
-        """The next groups to run: at least one, at most `groups`. Admission depends on the learner's progress, so only the caller's
-        cancellation ends the wait. A shard remembers one lease request per client: calls wait for each other, and a new request
-        replaces a cancelled one."""
+        """The next groups to run: at least one, at most `groups`; but those that an earlier call has asked shards for still come,
+        also where that is more. With 0 groups only what is `answered`, maybe nothing. Admission depends on the learner's progress,
+        so only the caller's cancellation ends the wait. A shard remembers one lease request per client: calls wait for each other,
+        and a new request replaces a cancelled one."""
         async with self._leasing:
             if len(self._shards) == 1:
-                return await self._ask(self._clock, groups, None)
+                return await self._ask(self._clock, groups, None) if groups else ()
             while True:
                 self._ask_shards(groups)
-                done, _ = await asyncio.wait(self._asked, return_when=asyncio.FIRST_COMPLETED)
+                if groups:
+                    await asyncio.wait(self._asked, return_when=asyncio.FIRST_COMPLETED)
+                done = [asked for asked in self._asked if asked.done()]
                 for asked in done:
                     self._turns.append(self._asked.pop(asked)[0])
-                if leases := tuple(itertools.chain.from_iterable(asked.result() for asked in done)):
+                leases = tuple(itertools.chain.from_iterable(asked.result() for asked in done))
+                if leases or not groups:
                     return leases
+
+    @property
+    def answered(self) -> bool:
+        """Whether a shard has answered a request for leases that no call of `leases` has read."""
+        return any(asked.done() for asked in self._asked)
 
     def _ask_shards(self, groups: int) -> None:
         """Ask those shards that are not asked, for as many of `groups` as the others are not asked for already."""
@@ -195,9 +207,11 @@ class BufferClient:
         delivery = m.DeliverEpisode(self.name, episode_id, generated, outcome, branches, failed, images)
         await self._request(delivery, m.Ack, to=self._shards[self.shard_of(episode_id)])
 
-    async def deregister(self) -> None:
+    async def deregister(self, shard: int | None = None) -> None:
+        """Return the leases of one shard, or of all, and ask none for more."""
         await self._ask_no_more()
-        await self._request_shards(m.Deregister(self.name), m.Ack)
+        of = self._shards if shard is None else [self._shards[shard]]
+        await self._request_each(dict.fromkeys(of, m.Deregister(self.name)), m.Ack)
 
     # --- learner --------------------------------------------------------------------------------------------------
 
@@ -216,12 +230,11 @@ class BufferClient:
         start = time.monotonic()
         parts: list[BatchPlan[EncodedRow]] = await self._request_shards(m.TakeBatch(version), BatchPlan, deadline_s)
         stats = parts[0].stats
-        if (
-            len(parts) > 1
-        ):  # the clock follows: its rules, as the last shard has taken its part, are those of the commit
-            left = max(0.0, deadline_s - (time.monotonic() - start))
+        # The clock follows: its rules, as the last shard has taken its part, are those of the commit.
+        if len(parts) > 1:
+            left = max(RESEND_S, deadline_s - (time.monotonic() - start))
             clock: BatchPlan[EncodedRow] = await self._request(m.TakeBatch(version), BatchPlan, left)
-            stats = sum_of(clock.stats, [part.stats for part in parts])
+            stats = await self.stats()  # those of the parts are of when each was complete
             parts.append(clock)
         oldest = max(part.oldest_version for part in parts)
         self._oldest = version, oldest
@@ -345,15 +358,18 @@ class BufferClient:
     async def _request_each(
         self, requests: Mapping[str, m.Request], reply_type: type[R], deadline_s: float | None = None
     ) -> dict[str, R]:
-        """One request of each of these processes, all at once; by their names. Raises what the first raises, when all ended."""
+        """One request of each of these processes, all at once; by their names. Raises what one raises as soon as it does, and waits
+        for no other then."""
         sent = [self._request(request, reply_type, deadline_s, to=to) for to, request in requests.items()]
         if len(sent) == 1:
             return {to: await one for to, one in zip(requests, sent, strict=True)}
-        replies = await asyncio.gather(*sent, return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
-        return dict(zip(requests, replies, strict=True))  # type: ignore[arg-type]
+        tasks = [asyncio.create_task(one) for one in sent]
+        try:
+            return dict(zip(requests, await asyncio.gather(*tasks), strict=True))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _request_shards(
         self, request: m.Request, reply_type: type[R], deadline_s: float | None = None
@@ -372,23 +388,3 @@ class BufferClient:
         for one in of:
             parts.setdefault(self._shards[number(one)], []).append(one)
         return parts
-
-
-def sum_of(clock: Stats, shards: Sequence[Stats]) -> Stats:
-    """The statistics of a whole buffer."""
-    every = (clock, *shards)
-    outcomes = Counter[str]()
-    for one in every:
-        outcomes.update(one.outcomes)
-    numbers = (
-        "leased_groups",
-        "ready_groups",
-        "slot_s",
-        "idle_slot_s",
-        "refilled_groups",
-        "dropped",
-        "unusable_batches",
-    )
-    sums = {name: sum(getattr(one, name) for one in every) for name in (*numbers, "refused")}
-    ledger = total_of(one.ledger for one in every)
-    return msgspec.structs.replace(clock, ledger=ledger, outcomes=dict(outcomes), **sums)

@@ -175,10 +175,11 @@ class LeaseQueue:
         leases = [lease for i in range(request.groups) if (lease := self._leases.granted(request.name(i)))]
         if leases:  # the buffer answered before it restarted
             return LeaseReply(tuple(leases))
-        enqueue(self._waiting, worker, request)
         self._until.pop(worker, None)
+        if (forgotten := enqueue(self._waiting, worker, request)) is not None:
+            self._until.pop(forgotten, None)
         if request.until < math.inf:
-            enqueue(self._until, worker, request.until)
+            self._until[worker] = request.until
         return None
 
     def grant(self, now: float) -> list[tuple[bytes, int, LeaseReply]]:
@@ -214,11 +215,13 @@ class LeaseQueue:
                 return
 
 
-def enqueue(waiting: dict[K, V], key: K, value: V) -> None:
-    """Remember what `key` waits for; the longest waiting is forgotten when there are too many, and asks again."""
+def enqueue(waiting: dict[K, V], key: K, value: V) -> K | None:
+    """Remember what `key` waits for; the longest waiting is forgotten when there are too many, and asks again. Returns its key."""
     waiting[key] = value
-    if len(waiting) > KNOWN:
-        del waiting[next(iter(waiting))]
+    if len(waiting) <= KNOWN:
+        return None
+    del waiting[forgotten := next(iter(waiting))]
+    return forgotten
 
 
 def connection_name(name: str, incarnation: str) -> bytes:

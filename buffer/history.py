@@ -62,7 +62,7 @@ def read_times(path: Path, after: int, groups: Collection[int]) -> BufferTimes:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """All queries see one state. Raises StoreError."""
+    """All queries see one state; with shards one of each file. Raises StoreError."""
     if not path.exists():
         raise StoreError(f"there is no buffer at {path}")
     try:

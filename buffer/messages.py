@@ -231,7 +231,8 @@ class Stats(BufferMessage, frozen=True):
     refilled_groups: int = 0  # discarded because all rewards were equal, since the run began; others replaced them
     outcomes: dict[str, int] = {}  # episodes that ended, by `Outcome.label`, since the run began
     dropped: int = 0  # messages that were no request, since the service started
-    unusable_batches: int = 0  # of which groups were set aside because they cannot be trained on, since the run began
+    # Of which groups were set aside because they cannot be trained on, since the run began; once for each shard that had some.
+    unusable_batches: int = 0
     refused: int = 0  # attempts to connect by peers that are no role of the run, since the service started
 
 

@@ -20,7 +20,8 @@ Invariants:
   the shards of a buffer took their parts under different ones, the strictest holds for all.
 - The clock of several shards has no groups. It counts versions as a shard does, and a shard follows it where they differ.
 - Of one batch at most one failure counts between two starts of the learner, however many of its ranks report it.
-- No more than `UNUSABLE_BATCHES` batches of a run lose groups as unusable.
+- No more than `UNUSABLE_BATCHES` batches of a run lose groups as unusable; each of several shards counts those that lost groups of
+  its own.
 - Every change keeps the ledger balanced, see `group_table`.
 """
 

@@ -7,8 +7,9 @@ Invariants:
 - Only reads; the run may be active. A buffer of one process is read as it is.
 - Of several files every table is there as a temporary view of the same name: rows of groups come from the shards, versions from the
   clock. The views of `schema` are made over these, so a query finds the same columns under the same names.
-- A row of a shard has its `rowid` there times the number of shards, plus the shard's place: no two rows have the same one. Within a
-  shard they rise with time, between shards they do not. What follows new rows follows each of `parts` by itself.
+- A row of a shard has its `rowid` there times the number of shards, plus the shard's index: no two rows have the same one. Within a
+  shard they rise with time, between shards they do not. What follows new rows, or reads the newest, does so in each of `parts` by
+  itself, where `rowid` is a key.
 - Each file is read as of one instant. The ledger of each balances by itself, so their sum does.
 """
 
@@ -25,8 +26,8 @@ MAIN = "main"  # SQLite's name of the file that was opened first
 UNITED = ("groups", "episodes", "trajectories", "failed", "archive")
 VIEWS = re.compile(r"CREATE VIEW IF NOT EXISTS (sampled|accounts|ledger) AS.*?;", re.DOTALL)
 COMMITS = (
-    "CREATE TEMP VIEW commits AS SELECT version, time, (SELECT sum(part.groups) FROM ({parts}) AS part"
-    " WHERE part.version = made.version) AS groups, max_staleness, groups_per_batch, rolled_back FROM main.commits AS made"
+    "CREATE TEMP VIEW commits AS SELECT version, time, coalesce((SELECT sum(part.groups) FROM ({parts}) AS part"
+    " WHERE part.version = made.version), 0) AS groups, max_staleness, groups_per_batch, rolled_back FROM main.commits AS made"
 )
 
 
@@ -50,8 +51,8 @@ def parts(path: Path) -> list[str]:
     return [MAIN] if paths == [path] else [f"shard{number}" for number in range(1, len(paths) + 1)]
 
 
-def place_in(part: str) -> int:
-    """The place of a part among all, from 0."""
+def shard_index(part: str) -> int:
+    """Of a part, from 0."""
     return 0 if part == MAIN else int(part.removeprefix("shard")) - 1
 
 
@@ -74,8 +75,8 @@ def _unite(db: sqlite3.Connection, shards: list[Path], mode: str) -> None:
         db.execute(f"ATTACH ? AS {name}", (f"{shard.absolute().as_uri()}?mode={mode}",))
         require_schema(db, shard, name)
     for table in UNITED:
-        rowid = "" if table == "archive" else f"rowid * {len(names)} + {{place}} AS rowid, "
-        rows = (f"SELECT {rowid.format(place=at)}* FROM {name}.{table}" for at, name in enumerate(names))
+        rowid = "" if table == "archive" else f"rowid * {len(names)} + {{index}} AS rowid, "
+        rows = (f"SELECT {rowid.format(index=at)}* FROM {name}.{table}" for at, name in enumerate(names))
         db.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(rows)}")
     db.execute(
         COMMITS.format(parts=" UNION ALL ".join(f"SELECT version, groups FROM {name}.commits" for name in names))

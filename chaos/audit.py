@@ -107,8 +107,8 @@ def _copy_shards(db: sqlite3.Connection, clock: Path, shards: Sequence[Path]) ->
         db.execute("DETACH shard")
     _attach(db, clock, "shard")
     db.execute(
-        "CREATE TABLE store.commits AS SELECT version, time, (SELECT sum(groups) FROM store.parts p WHERE p.version = c.version)"
-        " AS groups, max_staleness, groups_per_batch, rolled_back FROM shard.commits c"
+        "CREATE TABLE store.commits AS SELECT version, time, coalesce((SELECT sum(groups) FROM store.parts p"
+        " WHERE p.version = c.version), 0) AS groups, max_staleness, groups_per_batch, rolled_back FROM shard.commits c"
     )
     db.commit()
     db.execute("DETACH shard")

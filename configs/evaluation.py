@@ -54,7 +54,7 @@ class Evaluation(Section, frozen=True):
         """Name of the suite whose best checkpoint is kept; empty for none."""
         return next((name for name, suite in self.suites.items() if suite.keep_best), "")
 
-    def alone(self, suites: Mapping[str, EvaluationSuite]) -> Evaluation:
+    def without_schedule(self, suites: Mapping[str, EvaluationSuite]) -> Evaluation:
         """One evaluation of `suites`: no others follow, and no checkpoint is kept for it."""
         plain = {name: structs.replace(suite, keep_best=False) for name, suite in suites.items()}
         return structs.replace(self, suites=plain, every=0)

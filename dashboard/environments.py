@@ -14,10 +14,9 @@ from .store import StoreReader
 NEWEST = 500  # trajectories whose calls are counted
 LOOKED_AT = 20_000  # newest episodes among which failed ones are looked for
 FAILURES = 50  # shown
-HEADERS = "SELECT header FROM trajectories ORDER BY rowid DESC LIMIT ?"
 FAILED = (
-    "SELECT id, group_id, outcome, worker, length, delivered_time FROM episodes"
-    ' WHERE rowid > (SELECT max(rowid) FROM episodes) - ? AND outcome LIKE \'{"kind":"failed"%\' ORDER BY rowid DESC LIMIT ?'
+    "SELECT id, group_id, outcome, worker, length, delivered_time FROM {part}.episodes"
+    ' WHERE rowid > (SELECT max(rowid) FROM {part}.episodes) - ? AND outcome LIKE \'{"kind":"failed"%\' ORDER BY rowid DESC LIMIT ?'
 )
 
 
@@ -34,13 +33,13 @@ def environments(index: TrajectoryIndex, store: StoreReader) -> dict[str, Any]:
     if not store.exists:
         return {"environments": [], "calls": [], "failures": [], "newest": 0}
     with store.open() as db:
-        headers = db.all(HEADERS, NEWEST)
-        failed = db.all(FAILED, LOOKED_AT, FAILURES)
+        headers = db.newest("header", NEWEST)
+        failed = db.newest_first(FAILED, FAILURES, LOOKED_AT // len(db.parts))
     decode = msgspec.msgpack.Decoder(CalledHeader).decode
     took: dict[tuple[str, str, str], list[float]] = {}
     errors: dict[tuple[str, str, str], int] = {}
     total_s: dict[str, float] = {}
-    for (header,) in headers:
+    for header in headers:
         h = decode(memoryview(header)[1:])
         if h.env_calls:
             total_s[h.env] = total_s.get(h.env, 0.0) + h.timings.get("total", 0.0)

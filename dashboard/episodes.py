@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -28,10 +28,12 @@ BY = {"worst": "min(t.reward), e.rowid DESC", "best": "max(t.reward) DESC, e.row
 EPISODES = " FROM groups g JOIN episodes e ON e.group_id = g.id"
 TRAJECTORIES = f"{EPISODES} JOIN trajectories t ON t.episode_id = e.id"
 OF_VERSION, OF_EVALUATION = " WHERE g.trained_at = ?", " WHERE g.request = ?"
-NEWEST = "SELECT episode_id FROM trajectories ORDER BY rowid DESC LIMIT ?"
 HAS_FAILED = f"""e.outcome LIKE '{{"kind":"failed"%' AND json_extract(e.outcome, '$.reason') <> '{UNWANTED}'"""
 EVALUATIONS = "SELECT request FROM groups GROUP BY request ORDER BY max(id)"
-FAILED = f" FROM episodes e WHERE e.rowid > (SELECT max(rowid) FROM episodes) - {LOOKED_AT} AND {HAS_FAILED}"
+FAILED = (
+    "SELECT e.id, e.delivered_time FROM {part}.episodes e WHERE e.rowid > (SELECT max(rowid) FROM {part}.episodes) - ?"
+    f" AND {HAS_FAILED} ORDER BY e.rowid DESC LIMIT ?"
+)
 EPISODE = (
     "SELECT e.id, e.group_id, e.account, e.reason, e.outcome, e.worker, e.length, e.delivered_time, g.trained_at"
     " FROM episodes e LEFT JOIN groups g ON g.id = e.group_id WHERE e.id = ?"
@@ -74,7 +76,7 @@ def select(run: WatchedRun, step: int | None, order: Order, count: int) -> Episo
             title = f"no step was trained yet; {delivered} trajectories were delivered" + (
                 ", the newest:" if delivered else ""
             )
-            return EpisodeSelection(title, _ids(db, NEWEST, count))
+            return EpisodeSelection(title, _distinct(db.newest("episode_id", count)))
         shown = next((s for s, v in versions.items() if v == version), None)
         name = f"version {version}" if shown is None else f"step {shown}"
         if (found := _of(db, name, OF_VERSION, version, order, count)) is None:
@@ -137,10 +139,14 @@ def _of(db: ReadConnection, name: str, where: str, value: object, order: Order, 
 
 
 def _failed(db: ReadConnection, name: str, where: str, value: object, count: int) -> EpisodeSelection:
-    found, values = (f"{EPISODES}{where} AND {HAS_FAILED}", (value,)) if where else (FAILED, ())
-    (failed,) = db.one(f"SELECT count(*){found}", *values) or (0,)
-    title = f"{failed} episodes of {name} failed" if failed else f"no episode of {name} failed"
-    return EpisodeSelection(title, _ids(db, f"SELECT e.id{found} ORDER BY e.rowid DESC LIMIT ?", *values, count))
+    if where:
+        found = f"{EPISODES}{where} AND {HAS_FAILED}"
+        (failed,) = db.one(f"SELECT count(*){found}", value) or (0,)
+        ids = _ids(db, f"SELECT e.id{found} ORDER BY e.rowid DESC LIMIT ?", value, count)
+    else:
+        every = [id for id, _ in db.newest_first(FAILED, LOOKED_AT, LOOKED_AT // len(db.parts))]
+        failed, ids = len(every), tuple(every[:count])
+    return EpisodeSelection(f"{failed} episodes of {name} failed" if failed else f"no episode of {name} failed", ids)
 
 
 def _newest_trained(db: ReadConnection) -> int | None:
@@ -148,4 +154,8 @@ def _newest_trained(db: ReadConnection) -> int | None:
 
 
 def _ids(db: ReadConnection, query: str, *values: object) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(id for (id,) in db.all(query, *values)))
+    return _distinct(id for (id,) in db.all(query, *values))
+
+
+def _distinct(ids: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(ids))

@@ -59,7 +59,7 @@ TABLES: dict[Source, str] = {
     "evaluation_failed": "failed",
 }
 LABELS = "SELECT id, request FROM groups WHERE id IN (SELECT value FROM json_each(?))"  # of evaluations
-DETAILS = "SELECT rowid, header FROM {table} WHERE rowid IN (SELECT value FROM json_each(?))"
+DETAILS = "SELECT rowid, header FROM {part}.{table} WHERE rowid IN (SELECT value FROM json_each(?))"
 DETAIL = 300  # characters of why an episode failed in a list
 NEW_ROWS = "SELECT rowid, header, length FROM {part}.{table} WHERE rowid > ? ORDER BY rowid LIMIT ?"
 GROUP_ROWS = "SELECT id, state, trained_at FROM groups WHERE id >= ? ORDER BY id LIMIT ?"
@@ -171,11 +171,11 @@ class TrajectoryIndex:
         if not self._store.exists:
             return None
         with self._store.open() as db:
-            row = db.one(f"SELECT header FROM {self._table} ORDER BY rowid DESC LIMIT 1")
-        if row is None:
+            headers = db.newest("header", 1, self._table)
+        if not headers:
             return None
         try:
-            h = self._decode(memoryview(row[0])[1:])
+            h = self._decode(memoryview(headers[0])[1:])
         except (msgspec.MsgspecError, TypeError) as error:
             raise StoreError(f"{self._store.path} is damaged at its last trajectory: {error}") from None
         sampled = sum(span.end - span.start for span in h.version_spans)
@@ -331,9 +331,12 @@ class TrajectoryIndex:
         details, labels = dict[int, str](), dict[int, str]()
         if failed or groups:
             with self._store.open() as db:
-                found = db.all(DETAILS.format(table=self._table), msgspec.json.encode(failed).decode())
+                for part, own in db.by_part(failed).items():
+                    query = DETAILS.format(part=part, table=self._table)
+                    for rowid, header in db.all(query, msgspec.json.encode(own).decode()):
+                        outcome = self._decode_detail(memoryview(header)[1:]).outcome
+                        details[db.global_rowid(part, rowid)] = outcome.detail
                 labels = dict(db.all(LABELS, msgspec.json.encode(groups).decode()))
-            details = {rowid: self._decode_detail(memoryview(header)[1:]).outcome.detail for rowid, header in found}
         return [
             {**row, "detail": details.get(row["rowid"], "")[:DETAIL], "evaluation": labels.get(row["group"], "")}
             for row in rows

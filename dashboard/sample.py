@@ -38,7 +38,6 @@ GROUPS_OF = (
     "SELECT g.id, min(t.id) FROM groups g JOIN episodes e ON e.group_id = g.id JOIN trajectories t ON t.episode_id = e.id"
     " WHERE g.trained_at = ? GROUP BY g.id ORDER BY min(t.reward) = max(t.reward), g.id LIMIT ?"
 )
-NEWEST = "SELECT DISTINCT group_id FROM (SELECT group_id FROM trajectories ORDER BY rowid DESC LIMIT ?)"
 
 
 class RunSample:
@@ -73,7 +72,7 @@ class RunSample:
             versions = [version for (version,) in db.all(BATCHES)]
             chosen = [versions[at] for at in _evenly(len(versions), VERSIONS)]
             found = {version: db.all(GROUPS_OF, version, CANDIDATES) for version in chosen}
-            newest = [] if versions else [id for (id,) in db.all(NEWEST, GROUPS * MEMBERS)]
+            newest = [] if versions else list(dict.fromkeys(db.newest("group_id", GROUPS * MEMBERS)))
         yield from ((None, [id]) for id in newest)
         groups = {version: self._annotated_first(version, rows) for version, rows in found.items()}
         for turn in range(GROUPS):

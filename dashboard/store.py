@@ -11,6 +11,8 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +22,17 @@ from typing import Any
 import msgspec
 
 from ..buffer.admission import ReplayCounters
-from ..buffer.run_stores import connect_run, parts, place_in, shard_paths
+from ..buffer.run_stores import connect_run, parts, shard_index, shard_paths
 from ..buffer.schema import DATABASE, store_error
 from ..buffer.trajectory import BatchRow, EncodedRow
 from ..errors import StoreError, WireError
 
 ROWS = 2000  # of one query: headers of some kilobytes each are read within 50 ms
 QUERY_S = 5.0  # far more than any query of this room takes
+NEWEST = (
+    "SELECT t.{column}, e.delivered_time FROM {{part}}.{table} t LEFT JOIN {{part}}.episodes e ON e.id = t.episode_id"
+    " ORDER BY t.rowid DESC LIMIT ?"
+)
 CHECKED_EVERY = 20_000  # steps of SQLite's machine between two looks at the clock: a few milliseconds
 
 
@@ -87,6 +93,17 @@ class ReadConnection:
         """The first row, None where there is none."""
         return next(iter(self.all(query, *values, **named)), None)
 
+    def newest(self, column: str, limit: int, table: str = "trajectories") -> list[Any]:
+        """A column of the `limit` trajectories that were delivered last, the last first."""
+        return [value for value, _ in self.newest_first(NEWEST.format(column=column, table=table), limit)]
+
+    def newest_first(self, query: str, limit: int, *values: object) -> list[tuple[Any, ...]]:
+        """The `limit` newest rows of all parts. `query` finds those of one `{part}`, the newest first: its last `?` is how many,
+        its last column their time. The rows of one part stay in the order in which it finds them."""
+        found = (self.all(query.replace("{part}", part), *values, limit) for part in self.parts)
+        newest = heapq.merge(*found, key=lambda row: row[-1] or 0.0, reverse=True)
+        return list(itertools.islice(newest, limit))
+
     def newest_group(self) -> int:
         """Groups with higher numbers may not have begun yet, where there are others; -1 before the first."""
         newest = (self.one(f"SELECT max(id) FROM {part}.groups") for part in self.parts)
@@ -94,7 +111,15 @@ class ReadConnection:
 
     def global_rowid(self, part: str, rowid: int) -> int:
         """Of a row that has `rowid` in its own file: as queries over all files have it."""
-        return rowid * len(self.parts) + place_in(part)
+        return rowid * len(self.parts) + shard_index(part)
+
+    def by_part(self, rowids: Sequence[int]) -> dict[str, list[int]]:
+        """Which rows of each part have these rowids in all files: `global_rowid` the other way."""
+        found: dict[str, list[int]] = {}
+        for rowid in rowids:
+            local, index = divmod(rowid, len(self.parts))
+            found.setdefault(self.parts[index], []).append(local)
+        return found
 
     def counters(self) -> ReplayCounters | None:
         """Of the replay as it was saved last; None before the first."""

@@ -64,7 +64,7 @@ def _alone(config: Config, model: str, suites: dict[str, Config]) -> Config:
         without_reward_model(config),
         model=replace(config.model, path=model),
         rollout=replace(config.rollout, engine=replace(config.rollout.engine, replicas=1)),
-        evaluation=evaluation.alone(named),
+        evaluation=evaluation.without_schedule(named),
         launch=replace(config.launch, kind="local", ports={"first": 0}),
     )
 

@@ -289,7 +289,7 @@ def evaluate(config: Config, label: str) -> list[EvaluationResult]:
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")
     config = without_reward_model(config)
     # There are no checkpoints, and no second server.
-    config = msgspec.structs.replace(config, evaluation=config.evaluation.alone(config.evaluation.suites))
+    config = msgspec.structs.replace(config, evaluation=config.evaluation.without_schedule(config.evaluation.suites))
     preflight(config)
     run_dir = Path(tempfile.mkdtemp(prefix="slipstream-eval-"))  # stays when this fails: the error names a log in it
     (run_dir / "logs").mkdir()

@@ -53,7 +53,8 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     time: float  # seconds since the epoch, at the end of the step
     tokens_discarded: int  # tokens discarded for any reason since the previous step
     groups_refilled: int = 0  # groups discarded because all rewards were equal (`buffer.dynamic_sampling`)
-    batches_unusable: int = 0  # batches that could not be trained on and lost groups for it, since the run began
+    # batches that could not be trained on and lost groups for it, since the run began; with shards once for each that lost some
+    batches_unusable: int = 0
     # Episodes that ended since the previous step, by outcome (`{"finished": 60, "truncated": 1, "failed_tool": 3}`).
     outcomes: dict[str, int] = {}
     messages_dropped: int  # malformed messages to the buffer, since its process started

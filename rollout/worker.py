@@ -5,7 +5,8 @@
                         └── every second: load of the servers, which moves the number of slots (`concurrency.py`)
 
 Invariants:
-- The worker requests a lease only while it has room for a whole group, so the members of a group start at the same time.
+- The worker requests a lease only while it has room for a whole group, so the members of a group start at the same time. A group
+  that it asked for before `Concurrency.cap` fell still comes, and is played.
 - A smaller number of slots ends no running episode; fewer new ones start.
 - Every token that an engine returned to this worker is reported with its version, also when its episode fails or is cancelled.
 - An episode whose lease is lost or whose group is complete is cancelled as soon as the buffer reports it.
@@ -83,8 +84,7 @@ class Worker:
             log.info("stopping; %d episodes are cancelled", len(self._running))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                await asyncio.gather(*(self._progress(shard) for shard in range(self._buffer.shards)))
-                await self._buffer.deregister()
+                await asyncio.gather(*map(self._leave, range(self._buffer.shards)))
 
     async def _work(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -94,7 +94,7 @@ class Worker:
             tasks.create_task(self._sample_load(), name="load")
             while True:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._free_groups)
+                    await self._changed.wait_for(lambda: self._free_groups or self._buffer.answered)
                 for lease in await self._buffer.leases(self._free_groups):
                     for member in lease.members:
                         self._running[lease.episode(member)] = {}
@@ -173,6 +173,10 @@ class Worker:
         running = {id: counts for id, counts in self._running.items() if buffer.shard_of(id) == shard}
         slots = (self._slot_s, self._idle_slot_s) if shard == 0 else (0.0, 0.0)
         return await buffer.progress(running, *slots, shard)
+
+    async def _leave(self, shard: int) -> None:
+        await self._progress(shard)
+        await self._buffer.deregister(shard)
 
     async def _count_slots(self) -> None:
         """A slot that waits for the room of a whole group is not idle; one without a lease is."""

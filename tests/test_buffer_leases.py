@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from slipstream.buffer import client_registry
 from slipstream.buffer.admission import Admission, ReplayConfig, ReplayCounters
 from slipstream.buffer.client_registry import LeaseQueue, LeaseRequest, WorkerClient
 from slipstream.buffer.ledger import Ledger
@@ -109,6 +110,15 @@ def test_a_turn_gives_each_worker_one_group_before_any_has_two() -> None:
     granted = {identity: [lease.group_id for lease in reply.leases] for identity, _, reply in queue.grant(0.0)}
     assert granted == {b"a/x": [0, 3], b"b/x": [1], b"c/x": [2]}
     assert queue.grant(0.0) == []
+
+
+def test_a_request_that_was_forgotten_for_others_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_registry, "KNOWN", 2)
+    queue = LeaseQueue(Replay(Admission(2, 2), ReplayConfig(2, 2, "withhold", LEASE_S)).leases)
+    for name in "abc":
+        queue.add(name, LeaseRequest(f"{name}/x".encode(), 1, 1, WorkerClient("x"), until=1.0))
+    assert [identity for identity, _, _ in queue.grant(2.0)] == [b"b/x", b"c/x"]
+    assert queue.due == math.inf
 
 
 def test_a_lost_group_is_leased_before_a_new_one_begins() -> None:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from slipstream.buffer import client as client_module
+from slipstream.buffer import messages as m
 from slipstream.buffer.admission import LiveRules
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.history import read_groups, read_times
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.messages import BatchPlan, Lease
-from slipstream.buffer.run_stores import shard_path
+from slipstream.buffer.run_stores import connect_run, shard_path
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Trajectory
@@ -120,8 +122,8 @@ async def test_a_batch_has_a_part_of_every_shard(tmp_path: Path, shards: int) ->
         check_accounts(buffer, 30)
         granted = {group for rows in buffer.by_shard("SELECT id FROM groups").values() for (group,) in rows}
         assert {lease.group_id for lease in leases} <= granted  # the last replies came too late to be heard
-        for place, rows in enumerate(buffer.by_shard("SELECT id FROM groups").values()):
-            assert {group % shards for (group,) in rows} == {place}
+        for shard, rows in enumerate(buffer.by_shard("SELECT id FROM groups").values()):
+            assert {group % shards for (group,) in rows} == {shard}
         ended = (
             "SELECT count(DISTINCT group_id) FROM trajectories JOIN groups g ON g.id = group_id WHERE state <> 'leased'"
         )
@@ -189,6 +191,43 @@ async def test_a_worker_with_room_for_one_group_finds_the_shard_that_has_one(tmp
         assert 1 <= len(await waiting) <= 2
 
 
+async def test_a_group_that_was_asked_for_is_read_without_asking_for_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "LEASE_S", SOON)
+    async with (
+        RunningBuffer(tmp_path, TWO) as buffer,
+        buffer.client("learner-0") as learner,
+        buffer.client("worker-0") as worker,
+        asyncio.timeout(SOON),
+    ):
+        mark_served(buffer.addresses[1], await learner.recover(0))
+        await worker.register()
+        assert await worker.leases(0) == ()
+        first = await worker.leases(2)  # one of each shard, of which the second has none yet
+        assert [lease.group_id % 2 for lease in first] == [0]
+        assert await worker.leases(0) == ()
+        mark_served(buffer.addresses[2], 0)
+        await asyncio.wait(worker._asked)
+        assert worker.answered
+        second = await worker.leases(0)
+        assert [lease.group_id % 2 for lease in second] == [1]
+        assert not worker.answered
+
+
+async def test_a_refusal_of_one_shard_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    async with (
+        RunningBuffer(tmp_path, TWO) as buffer,
+        buffer.client("learner-0") as learner,
+        BufferClient(buffer.addresses[2], "learner-0") as ahead,
+        asyncio.timeout(SOON),
+    ):
+        mark_served(learner, await learner.recover(0))
+        await ahead._request(m.Recover(0, 5), m.RecoverReply)
+        with pytest.raises(StateError, match="a batch was asked for version 0, the buffer is at version 5"):
+            await learner.take(0, 10 * SOON)  # nobody plays: the other shard has none
+
+
 async def test_episodes_go_to_their_shard_alone(tmp_path: Path) -> None:
     async with (
         RunningBuffer(tmp_path, TWO) as buffer,
@@ -204,6 +243,8 @@ async def test_episodes_go_to_their_shard_alone(tmp_path: Path) -> None:
         lease = odd[0]
         with pytest.raises(RequestRefused, match="is of another shard of the buffer"):
             await worker.progress({lease.episode(0): {0: 1}}, 0.0, 0.0, shard=0)
+        await worker.deregister(1)
+        assert {group % 2 for (group,) in buffer.sql("SELECT id FROM groups WHERE state = 'leased'")} <= {0}
         await worker.deregister()
         lost = "SELECT count(*) FROM episodes WHERE reason = 'worker_stopped'"
         assert buffer.sql(lost)[0][0] >= 2 * len(leases)
@@ -343,7 +384,7 @@ async def live(learner: MortalClient, saved: list[int], began: list[int]) -> Non
             await learner.checkpointed(version)
 
 
-REQUESTS = 36
+REQUESTS = 48
 """Of a whole life with two shards, at most."""
 
 
@@ -410,6 +451,18 @@ def test_a_shard_needs_a_group_of_every_batch(tmp_path: Path) -> None:
         load("quickstart", ["buffer.groups_per_batch=2", "buffer.shards=3"])
     with pytest.raises(ConfigError, match=r"buffer\.shards"):
         load("quickstart", ["buffer.shards=9"])
+
+
+def test_a_commit_that_no_shard_has_yet_is_of_no_groups(tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+    for name in ("buffer", "buffer-1", "buffer-2"):
+        Store(tmp_path / f"{name}.sqlite").close()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(
+            "INSERT INTO commits (version, time, groups, max_staleness, groups_per_batch) VALUES (1, 0.0, 0, 1, 3)"
+        )
+    with contextlib.closing(connect_run(path, "ro")) as db:
+        assert db.execute("SELECT version, groups FROM commits").fetchall() == [(1, 0)]
 
 
 def test_a_group_is_found_in_its_file(tmp_path: Path) -> None:

@@ -201,20 +201,20 @@ async def test_a_command_that_waits_ends_with_the_run(tmp_path: Path) -> None:
         await asyncio.wait_for(send_command(where, GetStatus(), RunStatus), WAIT_S)
 
 
-def test_what_is_said_together_is_one_snapshot() -> None:
+def test_batched_changes_are_one_snapshot() -> None:
     published = list[Fleet]()
     fleet_state = FleetState(published.append)
     for name in fleet_state.names(3):
         fleet_state.join(name, f"http://127.0.0.1/{name}")
     before = fleet_state.fleet
-    with fleet_state.together():
+    with fleet_state.batched():
         for name in ("engine-0", "engine-2"):
             fleet_state.served(name, 5, 0)
         assert (fleet_state.fleet, fleet_state.replica("engine-2").version) == (before, 5)
     assert [replica.version for replica in fleet_state.fleet.replicas] == [5, None, 5]
     assert published[3:] == [fleet_state.fleet]
     assert fleet_state.fleet.revision == before.revision + 1
-    with fleet_state.together():
+    with fleet_state.batched():
         fleet_state.served("engine-0", 5, 0)
     assert len(published) == 4  # nothing has changed
 

@@ -11,7 +11,7 @@ from slipstream.errors import DeadlineExceeded, EngineError
 from slipstream.rollout.engines import http_connection
 from slipstream.rollout.engines.base import RequestRejected
 from slipstream.rollout.engines.http_client import Disconnected, ErrorStatus, HttpClient
-from slipstream.rollout.engines.http_connection import AnswerParser, HttpAnswer
+from slipstream.rollout.engines.http_connection import AnswerParser, HttpAnswer, HttpConnection
 
 SOON = 60.0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -43,6 +43,7 @@ IMPOSSIBLE = {
     "a longer chunk": (HALF + b"2\r\nhello\r\n", "longer than it says"),
     "an endless head": (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000, "a head of more than"),
     "an endless length": (HALF + b"0" * 100_000, "length of more than"),
+    "endless trailers": (CHUNKED + b"a: b\r\n" * 20_000, "headers of more than"),
 }
 
 
@@ -155,6 +156,32 @@ async def test_calls_share_a_connection_and_calls_at_the_same_time_do_not() -> N
             await server.closed.wait()
             server.closed.clear()
         assert await client.call("GET", "/health") == b"hello"  # it may be used again
+
+
+async def test_a_connection_that_is_in_use_when_all_are_closed_is_not_kept() -> None:
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: bytes, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await answered.wait()
+        writer.write(PLAIN)
+
+    async with serving(wait) as (server, client):
+        calling = asyncio.create_task(client.call("GET", "/health"))
+        await asked.wait()
+        await client.close()
+        answered.set()
+        assert await calling == b"hello"
+        await server.closed.wait()
+        assert await client.call("GET", "/health") == b"hello"  # after it one is kept again
+        assert await client.call("GET", "/health") == b"hello"
+        assert server.connections == 2
+
+
+def test_a_connection_that_the_server_ends_is_not_open() -> None:
+    connection = HttpConnection()
+    connection.eof_received()  # the transport calls `connection_lost` later
+    assert not connection.open
 
 
 async def test_an_idle_connection_is_closed() -> None:

@@ -6,7 +6,7 @@
                       └──────────── died: incarnation + 1 ───────────┘                drain, from anywhere ┘
 
 Invariants:
-- Every change makes and publishes a new snapshot with a higher revision, those within `together` one; a call that changes nothing
+- Every change makes and publishes a new snapshot with a higher revision, those within `batched` one; a call that changes nothing
   makes none.
 - A name is used once. A report about an earlier incarnation, or about a replica that has left, changes nothing.
 - A replica leaves on request only while another can take its requests: serving if it served, else at least starting.
@@ -46,7 +46,7 @@ class FleetState:
         self._infos: dict[str, ReplicaInfo] = {}  # those of `fleet`, by name
         self._publish = publish
         self._next = 0
-        self._held: bool | None = None  # within `together`: whether there was a change
+        self._held: bool | None = None  # within `batched`: whether there was a change
 
     def names(self, count: int) -> list[str]:
         first, self._next = self._next, self._next + count
@@ -56,7 +56,7 @@ class FleetState:
         return self._infos.get(name)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def batched(self) -> Iterator[None]:
         """The changes in this block are one snapshot, made at its end: `fleet` is as before until then."""
         self._held = False
         try:

@@ -128,7 +128,7 @@ class ReplicaManager(RolePool):
 
     def update(self, *reports: ReplicaReport) -> None:
         """Take in what the learner knows of replicas; it may be repeated."""
-        with self._state.together():
+        with self._state.batched():
             for report in reports:
                 self._update(report)
 

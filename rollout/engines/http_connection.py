@@ -11,7 +11,7 @@ Invariants:
   that it is the last; one that stays idle for `keepalive_s` is closed.
 - An exchange that was cancelled closes its connection. Nothing is ever sent twice.
 - Nothing is sent to a server with TLS that has another certificate than the one given.
-- What a server sends is bounded: `HEAD_BYTES` before the body, `BODY_BYTES` of the body.
+- What a server sends is bounded: `HEAD_BYTES` before the body and after it, `BODY_BYTES` of the body.
 """
 
 from __future__ import annotations
@@ -121,8 +121,11 @@ class AnswerParser:
             size, begin = int(bytes(data[:end]).partition(b";")[0], 16), end + len(END_OF_LINE)
             if not 0 <= size <= BODY_BYTES - self._bytes:
                 raise ValueError(f"a chunk of {size} bytes after {self._bytes}")
-            if size == 0:
-                return data.find(END_OF_HEAD, end) >= 0  # after headers that nothing is needed of
+            if size == 0:  # headers that nothing is needed of follow
+                last = data.find(END_OF_HEAD, end)
+                if (len(data) if last < 0 else last) - end > HEAD_BYTES:
+                    raise ValueError(f"headers of more than {HEAD_BYTES} bytes after the body")
+                return last >= 0
             after = begin + size + len(END_OF_LINE)
             if len(data) < after:
                 return False
@@ -177,6 +180,9 @@ class HttpConnection(asyncio.Protocol):
         if answer is not None:
             self._answer.set_result(answer)
 
+    def eof_received(self) -> None:
+        self.open = False  # the transport closes itself, in a later turn of the loop
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
         if self._answer is None or self._answer.done():
@@ -205,6 +211,7 @@ class HttpConnections:
         self._address = parts.hostname or "", parts.port or (443 if self._tls else 80)
         self.keepalive_s = keepalive_s
         self._idle: dict[HttpConnection, asyncio.TimerHandle] = {}
+        self._closings = 0  # calls of `close`
 
     async def exchange(self, method: str, path: str, body: bytes, certificate: str) -> HttpAnswer:
         """One request and its answer. With TLS only to a server with `certificate`, its SHA-256 in hex.
@@ -215,10 +222,11 @@ class HttpConnections:
             BrokenExchange: the connection broke, or what came is no answer.
         """
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
+        closings = self._closings
         connection, kept = self._take() or await self._connect(certificate), False
         try:
             answer = await connection.exchange(head.encode() + body)
-            kept = answer.status == OK and not answer.last and connection.open
+            kept = answer.status == OK and not answer.last and connection.open and closings == self._closings
             return answer
         except ConnectionError as error:
             raise BrokenExchange(str(error)) from error
@@ -231,6 +239,7 @@ class HttpConnections:
 
     def close(self) -> None:
         """Close the connections that are idle; those in use close when their exchange ends."""
+        self._closings += 1
         for connection in list(self._idle):
             self._drop(connection)
 
