@@ -7,6 +7,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -193,10 +194,13 @@ def test_a_program_that_is_killed_and_one_that_is_interrupted_leave_no_process(p
         try:
             assert program.stdout is not None
             assert int(program.stdout.readline()) > 0, (tmp_path / "stderr").read_text()
-            below = psutil.Process(program.pid).children(recursive=True)
-            living = roles(run_dir).keys()
-            assert living >= {"buffer", "engine-0", "worker-0"}
+            # A batch that was ready is stepped before the worker is there.
+            until = time.monotonic() + WAIT_S
+            while not (living := roles(run_dir).keys()) >= {"buffer", "engine-0", "worker-0"}:
+                assert time.monotonic() < until, living
+                time.sleep(0.05)
             assert living.isdisjoint({"program", "learner-0"})
+            below = psutil.Process(program.pid).children(recursive=True)
             program.send_signal(number)
             program.communicate(timeout=WAIT_S)
             assert psutil.wait_procs(below, WAIT_S)[1] == []
