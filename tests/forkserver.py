@@ -21,6 +21,7 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -258,6 +259,7 @@ def main(descriptor: int, image: str) -> None:
     for name in IMAGES[image]:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    _keep_folders()
     gc.collect()
     gc.freeze()
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "a fork server has one thread"
@@ -270,6 +272,14 @@ def main(descriptor: int, image: str) -> None:
         connection = _own_server(image, request.passed) if starts_others(request.command) else None
     assert request is not None
     finish(request.command)
+
+
+def _keep_folders() -> None:
+    """wandb makes a temporary folder as it is imported and deletes it when its process ends: a forked process would delete that of
+    all."""
+    if wandb := sys.modules.get("wandb.sdk.data_types._private"):
+        atexit.unregister(wandb.MEDIA_TMP.cleanup)
+        wandb.MEDIA_TMP._finalizer.detach()
 
 
 def _prctl(option: int, value: int) -> None:
