@@ -40,6 +40,7 @@ from . import messages as m
 from .admission import LiveRules
 from .client_registry import connection_name
 from .group_table import group_number
+from .image_files import NO_IMAGES
 from .ledger import Counts, Unstepped, Withheld
 from .messages import BatchPlan, Lease, Stats
 from .schema import BUFFER, process_names
@@ -52,7 +53,6 @@ RESEND_S = 5.0
 # shard that has one within this time for each. A shard that is dead does not answer: a worker with room for one group that asked it
 # waits until it is back.
 LEASE_S = 1.0
-NO_IMAGES: Mapping[str, bytes] = {}
 R = TypeVar("R")
 Q = TypeVar("Q")
 

@@ -29,10 +29,10 @@ from ..common.outcomes import FAILED
 from ..errors import StoreError, WireError
 from .admission import ReplayCounters
 from .group_table import Episode, Group
-from .image_files import named_files
+from .image_files import NO_IMAGES, named_files
 from .messages import Lease
 from .schema import EVALUATION_DATABASE, connect, require_schema, store_error
-from .store import NO_IMAGES, NewTrajectory, Store, WriteBatch
+from .store import NewTrajectory, Store, WriteBatch
 from .trajectory import EncodedTrajectory, Outcome, Trajectory, by_version, sampled_of
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from ..errors import StateError, WireError
 from .trajectory import Trajectory
 
 FOLDER = "images"
+NO_IMAGES: Mapping[str, bytes] = {}
 REPLY_BYTES = 64 << 20  # of the files in one reply
 
 

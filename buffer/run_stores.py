@@ -62,16 +62,17 @@ def connect_run(path: Path, mode: str) -> sqlite3.Connection:
     try:
         require_schema(db, path)
         if (shards := shard_paths(path)) != [path]:
-            _unite(db, shards, mode)
+            _unite(db, dict(zip(parts(path), shards, strict=True)), mode)
     except BaseException:
         db.close()
         raise
     return db
 
 
-def _unite(db: sqlite3.Connection, shards: list[Path], mode: str) -> None:
-    names = [f"shard{number}" for number in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
+def _unite(db: sqlite3.Connection, shards: dict[str, Path], mode: str) -> None:
+    """`shards` by their names in the connection."""
+    names = list(shards)
+    for name, shard in shards.items():
         db.execute(f"ATTACH ? AS {name}", (f"{shard.absolute().as_uri()}?mode={mode}",))
         require_schema(db, shard, name)
     for table in UNITED:

@@ -30,7 +30,7 @@ from ..errors import StoreError, WireError
 from . import retention
 from .admission import ReplayCounters
 from .group_table import Changed, Episode, Group
-from .image_files import ImageFiles
+from .image_files import NO_IMAGES, ImageFiles
 from .ledger import Counts
 from .retention import SETTLED
 from .samplers import TaskStatistics
@@ -43,7 +43,6 @@ WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a lar
 # Values of one statement, where SQLite takes so many, and the bytes after which it takes no more: it holds a copy of them.
 VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
 Row = tuple[object, ...]
-NO_IMAGES: Mapping[str, bytes] = {}
 # Of an episode: all its branches have the same.
 REWARD = (
     "CASE WHEN account IN ('ready', 'trained')"
@@ -97,7 +96,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
     rolled_back_to: int | None  # the commits after this version no longer count
     tasks: Sequence[Row] = ()
     failed: Sequence[NewTrajectory] = ()
-    images: Mapping[str, bytes] = {}  # files that trajectories name, by name
+    images: Mapping[str, bytes] = NO_IMAGES  # files that trajectories name, by name
 
     @classmethod
     def of(

@@ -25,7 +25,8 @@ def sum_of(clock: Stats, shards: Sequence[Stats]) -> Stats:
         "refilled_groups",
         "dropped",
         "unusable_batches",
+        "refused",
     )
-    sums = {name: sum(getattr(one, name) for one in every) for name in (*numbers, "refused")}
+    sums = {name: sum(getattr(one, name) for one in every) for name in numbers}
     ledger = total_of(one.ledger for one in every)
     return msgspec.structs.replace(clock, ledger=ledger, outcomes=dict(outcomes), **sums)

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..buffer.client import NO_IMAGES, BufferClient
+from ..buffer.client import BufferClient
+from ..buffer.image_files import NO_IMAGES
 from ..buffer.messages import BatchPlan, Lease
 from ..buffer.trajectory import BatchRow, Outcome, Trajectory, TrajectoryHeader
 from ..launch.run_context import RunContext

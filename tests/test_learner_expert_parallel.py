@@ -20,6 +20,7 @@ from slipstream.configs.backends import Fsdp2
 from slipstream.errors import ConfigError
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.fsdp2.parallelism import MIXTURES, check_experts
+from slipstream.tests import test_learner_families as families
 from slipstream.tests.equality import (
     LOSS,
     OPTIMIZER,
@@ -31,7 +32,7 @@ from slipstream.tests.equality import (
     plain_loop,
 )
 from slipstream.tests.ranks import Job, jobs_of, open_backend, run_in_turn, run_on_one_rank, run_on_ranks
-from slipstream.tests.test_learner_families import EXPERTS, LATENT, SIZES, TRAINED
+from slipstream.tests.test_learner_families import EXPERTS, SIZES, TRAINED
 from slipstream.tests.test_learner_families import write as write_family
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -39,13 +40,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 ONE = Fsdp2(device="cpu")
 DIVIDED = Fsdp2(device="cpu", parallel={"expert": 2})
 BUDGET = 34
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2_moe": EXPERTS | {"decoder_sparse_step": 1},
-    "qwen3_moe": EXPERTS,
-    "olmoe": EXPERTS,
-    "mixtral": EXPERTS,
-    "glm4_moe": EXPERTS,
-    "deepseek_v3": EXPERTS | LATENT,
+FAMILIES: dict[str, dict[str, Any]] = families.MIXTURES | {
     "minimax_m2": EXPERTS,
     "gpt_oss": TRAINED["gpt_oss"],
 }

@@ -57,6 +57,16 @@ LATENT = {  # DeepSeek's attention
     "num_key_value_heads": 4,
 }
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": EXPERTS | {"decoder_sparse_step": 1},
+    "qwen3_moe": EXPERTS,
+    "olmoe": EXPERTS,
+    "mixtral": EXPERTS,
+    "glm4_moe": EXPERTS,
+    "deepseek_v3": EXPERTS | LATENT,
+}
+"""Families with experts."""
+
 TRAINED: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},

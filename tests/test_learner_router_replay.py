@@ -31,7 +31,7 @@ from slipstream.tests.episodes import trajectory
 from slipstream.tests.equality import OPTIMIZER, TEMPERATURE, VOCABULARY, make_model
 from slipstream.tests.ranks import DEADLINE_S, open_backend, run_on_two_ranks
 from slipstream.tests.routing import chosen, other_experts, told
-from slipstream.tests.test_learner_families import EXPERTS, LATENT
+from slipstream.tests.test_learner_families import MIXTURES
 from slipstream.tests.test_learner_families import write as write_family
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -40,14 +40,6 @@ REPLAY = Fsdp2(device="cpu", options=("router_replay",))
 LENGTHS = (33, 7, 20, 12)
 SEQUENCES = [torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
 RECORDED = [other_experts(n, 2, 2, 4, seed=n) for n in LENGTHS]
-FAMILIES = {
-    "qwen2_moe": EXPERTS | {"decoder_sparse_step": 1},
-    "qwen3_moe": EXPERTS,
-    "olmoe": EXPERTS,
-    "mixtral": EXPERTS,
-    "glm4_moe": EXPERTS,
-    "deepseek_v3": EXPERTS | LATENT,
-}
 
 DEFAULT = ("qwen3_moe", "deepseek_v3")  # of the default tier: weights by a softmax, and by a sigmoid with a bias
 
@@ -113,9 +105,9 @@ def test_a_perturbed_router_leaves_a_smaller_mismatch(folder: str) -> None:
     assert gaps[1] < 0.7 * gaps[0]
 
 
-@pytest.mark.parametrize("family", [f if f in DEFAULT else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES])
+@pytest.mark.parametrize("family", [f if f in DEFAULT else pytest.param(f, marks=pytest.mark.full) for f in MIXTURES])
 def test_a_routers_own_choice_replayed_changes_nothing(tmp_path: Path, family: str) -> None:
-    model = write_family(tmp_path / "model", family, FAMILIES[family])
+    model = write_family(tmp_path / "model", family, MIXTURES[family])
     routers = read_routers(model)
     assert routers.layers == ((1,) if family in ("glm4_moe", "deepseek_v3") else (0, 1))
     sequences = [[3 + (7 * i + n) % 60 for i in range(n)] for n in (9, 17)]
