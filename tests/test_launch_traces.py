@@ -124,7 +124,8 @@ def logprob(policy: Path, one: Trajectory) -> float:
 
 @pytest.mark.full
 def test_a_run_learns_from_traces_where_it_earns_nothing_and_goes_on_with_the_same(policy: Path, folder: Path) -> None:
-    run, settings = folder / "run", ("learner.optimizer.lr=1e-3", "learner.steps=10")
+    run = folder / "run"
+    settings = ("learner.optimizer.lr=1e-3", "learner.steps=10", "learner.algorithm.terms.imitation=1.0")
     slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *KEYS, *settings)
     kept = (run / FILE).read_bytes()
     (folder / "my.py").write_text("def score(completion, row):\n    return 0.0\n")  # would grade them otherwise
@@ -141,5 +142,5 @@ def test_a_run_learns_from_traces_where_it_earns_nothing_and_goes_on_with_the_sa
     check_accounts(run)
     assert query(run, "SELECT count(*) FROM trajectories WHERE header LIKE '%trace%'") == [(0,)]
     before, after = (np.mean([logprob(folder, one) for one in traces]) for folder in (policy, run / "model"))
-    assert after > before + 5
+    assert after > before + 40  # GRPO alone wanders: its noise in 12 steps is that of the answers it samples
     assert EncodedTrajectory.of(traces[0]).row.decode().reward == 0.0  # as the other function grades them now
