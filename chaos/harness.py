@@ -167,6 +167,7 @@ class FaultRunner:
         """Wait for `count` more learner steps. Raises DeadlineExceeded naming the last fault."""
         while count > 0:
             self._supervisor()
+            self._tend()
             if more := self._new_steps():
                 count -= more
                 self._last_step_at = time.monotonic()
@@ -178,6 +179,9 @@ class FaultRunner:
                     "slipstream chaos", f"a learner step after {self._last_fault}", self._hang_s, f"alive are {alive}"
                 )
             time.sleep(POLL_S)
+
+    def _tend(self) -> None:
+        """Do what a cluster does by itself while a run goes on."""
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -1,7 +1,8 @@
 """Faults on a run that spans several hosts of this machine: on its processes as on one host, and on whole hosts and links.
 
 Invariants:
-- A host whose Ray node has ended, because it was lost or because Ray had given it up, is started again after the fault.
+- A host whose Ray node has ended is started again: because it was lost, after the fault; because Ray had given it up, as soon as its
+  node has heard so, which may be seconds after the fault.
 - Every fault of a link and every freeze ends before the next fault begins.
 """
 
@@ -107,9 +108,8 @@ class HostedFaultRunner(FaultRunner):
         hosts.revive()
         self._end(fault, excused=False)
 
-    def _wait_for_steps(self, count: int) -> None:
+    def _tend(self) -> None:
         self._hosts.revive()
-        super()._wait_for_steps(count)
 
 
 def node_environments(hosts: int) -> dict[int, dict[str, str]]:
