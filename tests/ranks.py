@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Model
 from slipstream.learner.checkpoint import CheckpointState
-from slipstream.learner.fsdp2.backend import Fsdp2Backend
+from slipstream.learner.fsdp2.backend import ON_CPU, TOGETHER, Fsdp2Backend
 from slipstream.tests.equality import LOSS, OPTIMIZER, SEQUENCE_MEAN, STEPS, TEMPERATURE, make_batch, make_rows
 from slipstream.tests.tiny import GIVEN, one_gpu
 from slipstream.weightsync.weight_check import are_adapters, base_weights, merge
@@ -44,9 +44,11 @@ class Job(msgspec.Struct):
     load: str = ""
     save: str = ""
     sequence_mean: bool = False
+    together: bool = False  # all layers are gathered at once, as on an accelerator
 
 
-def open_backend(model: str, dtype: str = "float32", config: Fsdp2 = CPU) -> Fsdp2Backend:
+def open_backend(model: str, dtype: str = "float32", config: Fsdp2 = CPU, together: bool = False) -> Fsdp2Backend:
+    ON_CPU["cpu"] = TOGETHER if together else 0
     return Fsdp2Backend(
         Model(path=model, dtype=dtype), OPTIMIZER, config, temperature=TEMPERATURE, timeout_s=DEADLINE_S
     )
@@ -77,7 +79,7 @@ def run(job: Job, backend: Fsdp2Backend) -> None:
 
 def run_on_one_rank(jobs: Sequence[Job]) -> None:
     for job in jobs:
-        backend = open_backend(job.model, job.dtype, job.config)
+        backend = open_backend(job.model, job.dtype, job.config, job.together)
         run(job, backend)
         backend.close()
 
@@ -86,7 +88,7 @@ def run_in_turn(jobs: Sequence[Job]) -> Fsdp2Backend:
     """What each of several ranks does first. Returns the backend of the last job, open."""
     for index, job in enumerate(jobs):
         os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[index]
-        backend = open_backend(job.model, job.dtype, job.config)
+        backend = open_backend(job.model, job.dtype, job.config, job.together)
         run(job, backend)
         if index < len(jobs) - 1:
             backend.close()

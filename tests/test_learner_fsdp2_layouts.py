@@ -95,6 +95,10 @@ def results(model, models, tmp_path_factory) -> Path:
     )
     two = [
         job("2 whole recomputed", RECOMPUTE),
+        job("2 whole together", Fsdp2(device="cpu"), together=True),
+        job("2 whole together, recomputed", RECOMPUTE, together=True),
+        job("2 lora together", LORA, together=True),
+        job("2 bf16 together", RECOMPUTE, dtype="bfloat16", together=True),
         job("2 whole shared", SHARED, save="from 2 shared"),
         job("2 whole shared, one row", SHARED, 8192),
         job("2 whole shared and recomputed", SHARED_RECOMPUTE),
@@ -128,6 +132,8 @@ def results(model, models, tmp_path_factory) -> Path:
         "1 lora",
         "1 lora from 2 shared",
         "2 whole recomputed",
+        "2 whole together",
+        "2 whole together, recomputed",
         "2 whole shared",
         "2 whole shared, one row",
         "2 whole shared and recomputed",
@@ -138,6 +144,7 @@ def results(model, models, tmp_path_factory) -> Path:
         "2 sinks shared",
         "2 sinks divided",
         "2 lora",
+        "2 lora together",
         "2 lora shared",
         "2 lora shared, from 1",
     ],
@@ -158,7 +165,7 @@ def test_what_is_trained_moves_and_what_is_frozen_does_not(results, model):
     assert all((weights[name] - start[name]).abs().max() > 1e-5 for name in moved)
 
 
-@pytest.mark.parametrize("name", ["1 bf16", "2 bf16", "2 bf16 shared"])
+@pytest.mark.parametrize("name", ["1 bf16", "2 bf16", "2 bf16 together", "2 bf16 shared"])
 def test_bfloat16_is_as_near_to_float32_as_a_plain_bfloat16_loop(results, expected, model, name):
     assert_bfloat16_noise(load_file(results / name), expected["whole"], expected["bf16"], model)
 

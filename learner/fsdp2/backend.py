@@ -1,4 +1,4 @@
-"""AdamW steps of a model that FSDP2 shards: `fully_shard` over a transformers causal LM, one unit per layer.
+"""AdamW steps of a model that FSDP2 shards: `fully_shard` over a transformers causal LM, layer by layer.
 
 Invariants:
 - Weights, gradients and AdamW moments are float32 and sharded over all ranks; bfloat16 is only for computing, gathering, serving.
@@ -45,6 +45,10 @@ from . import attention, checkpoint, experts, gathering, liger
 from .images import RowImages
 from .parallelism import DataParallelGroups, check_experts, check_heads
 from .replay import replay_in
+
+TOGETHER, ON_CPU = 1 << 26, {"cpu": 0}
+"""Parameters that FSDP gathers at once on an accelerator, at least: each call costs the host about a millisecond, in which a layer
+of a small model is computed. Ranks on CPUs, which share the memory of a host, gather one layer at a time."""
 
 
 class Fsdp2Model(ShardedModel):
@@ -183,9 +187,24 @@ class Fsdp2Model(ShardedModel):
         policy = CPUOffloadPolicy() if offload else OffloadPolicy()
         if self._experts is not None:
             self._experts.shard(precision, policy)
-        for layer in self._layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=policy)
+        # One rank has nobody to gather from: its layers keep what they compute with from the forward pass to the backward one.
+        again = self.world_size > 1 or offload
+        for layers in self._sharded_together():
+            fully_shard(layers, mesh=mesh, mp_policy=precision, offload_policy=policy, reshard_after_forward=again)
         fully_shard(self._model, mesh=mesh, mp_policy=precision, offload_policy=policy)
+
+    def _sharded_together(self) -> list[list[torch.nn.Module]]:
+        """The layers, cut into lists of neighbors whose parameters FSDP gathers and reduces in one call."""
+        least = ON_CPU.get(self.device.type, TOGETHER)
+        within = {id(layer): prefix.rpartition(".")[0] for prefix, layer in self._model.named_modules()}
+        lists: list[list[torch.nn.Module]] = []
+        for layer in self._layers:
+            before = lists[-1] if lists else []
+            if before and within[id(before[0])] == within[id(layer)] and _size(before) < least:
+                before.append(layer)
+            else:
+                lists.append([layer])
+        return lists
 
     def _parts(self, name: str) -> int:
         """Into how many parts a parameter is divided before it is sharded (`gathering.py`)."""
@@ -311,8 +330,7 @@ class Fsdp2Backend(Backend, Fsdp2Model):
         square = torch.nn.utils.get_total_norm(local).square()
         dist.all_reduce(square)
         factor = (self._clip_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        for gradient in local:
-            gradient.mul_(factor)
+        torch._foreach_mul_(local, factor)
         return math.sqrt(float(square))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -344,6 +362,10 @@ class Fsdp2Backend(Backend, Fsdp2Model):
         self._saver.close()
         del self._optimizer, self._parameters
         super().close()
+
+
+def _size(modules: Sequence[torch.nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def _one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
