@@ -1,6 +1,6 @@
 """The contenders of `bench learner`, each in a process of its own that steps on request: `python -m ... < lines > seconds`.
 
-    full      what the training loop does with a batch: credit, rows, loss, FSDP2 step, a look at fresh trajectories
+    full      what the training loop does with a batch: credit, rows, loss, FSDP2 step; a look at fresh trajectories if it is small
     unshared  the same, but a prompt is computed for each member of its group
     recorded  as full, every second step with the spans and gauges of a run
     bare      transformers and torch.optim.AdamW over the same rows with the same attention, nothing around them
@@ -38,10 +38,11 @@ from ..launch.supervisor.factory import make_backend
 from ..learner.algorithms import advantage_of
 from ..learner.algorithms.estimators import assign_advantages
 from ..learner.batch import TrainBatch, flatten, trainable
+from ..learner.batch_trainer import ENOUGH
 from ..learner.checkpoint import CheckpointState
 from ..learner.fsdp2 import attention
 from ..learner.fsdp2.backend import Fsdp2Backend
-from ..learner.packing import microbatches
+from ..learner.packing import comparable_tokens, microbatches
 from ..learner.step import PolicyStepper
 from ..monitor.timeline import TimelineWriter
 from .learner_batch import LR, Job, MemoryUse, to_groups
@@ -73,7 +74,8 @@ class Full:
 
     def step(self) -> None:
         sequences = trainable(assign_advantages(flatten(self._groups, 0), self._advantage), 0)
-        self._stepper.step(sequences, self._stepper.plan(sequences), self._fresh, CheckpointState(step=0, version=0))
+        fresh = self._fresh if comparable_tokens(sequences) < ENOUGH else []
+        self._stepper.step(sequences, self._stepper.plan(sequences), fresh, CheckpointState(step=0, version=0))
 
 
 class Recorded(Full):

@@ -27,13 +27,19 @@ from .backend import Backend
 from .batch import TrainBatch, flatten, trainable, with_rows
 from .checkpoint import CheckpointState
 from .metrics import AuxModelsResult, PolicyStepResult
+from .packing import comparable_tokens
 from .step import PolicyStepper
 from .traces import ExpertTraces
 from .unusable import UnusableBatch, faulty_groups, may_be_data, why_unusable
 
 log = logging.getLogger(__name__)
 
-FRESH = 8  # trajectories scored per step only to compare learner and engine; a few percent of a batch
+FRESH = 8
+"""Trajectories that a step scores only to compare learner and engine. They are a few percent of a batch; where a step waits for the
+host, which launches kernels, their pass costs as much as that of a batch."""
+
+ENOUGH = 1024
+"""Tokens of staleness 0 in a batch that make this needless: the step compares these in its own pass."""
 
 S = TypeVar("S")
 Stepped = tuple[TrainBatch, PolicyStepResult, AuxModelsResult, StepAnnotations]
@@ -132,7 +138,9 @@ class BatchTrainer:
         await self._fetch(taken, wanted | {aux_batch.ids[i] for i in self._aux_models.trained_rows(aux_batch)}, rows)
         if await self._set_aside(taken, rows):
             return None
-        fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
+        fresh: Sequence[Trajectory] = ()
+        if self._backend.rank == 0 and comparable_tokens(batch) < ENOUGH:
+            fresh = await self._buffer.fresh(state.version, FRESH)
         fresh = [row for row in self._replayable(fresh) if not self._why_unusable(row)]  # found when its batch is taken
         whole = await self._filled(batch, rows, fresh)
         batch, aux_batch = whole, whole if aux_batch is batch else await self._filled(aux_batch, rows, fresh)

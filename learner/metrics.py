@@ -82,7 +82,8 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     transfer_ms: float  # time of the transfer
     canary: float  # largest canary difference after the push, nats
     # Largest difference in nats between the learner's proximal and the engine's log-prob of a token of staleness 0, in the batch
-    # and in a few trajectories delivered since it was taken; None when there were none. Tokens of a mixed policy do not count.
+    # and where it has fewer than 1,024 of these in a few trajectories delivered since it was taken; None when there were none.
+    # Tokens of a mixed policy do not count.
     mismatch_max: float | None
     mismatch_tokens: int  # how many tokens `mismatch_max` is over, all ranks together
     loss: float | None  # the policy loss; None, as the next six and `grad_norm`, while only the critic learns

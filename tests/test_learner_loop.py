@@ -18,6 +18,7 @@ from slipstream.buffer.messages import BatchPlan, Stats
 from slipstream.buffer.trajectory import BatchRow, Trajectory
 from slipstream.configs.schema import Learner, Optimizer
 from slipstream.errors import DeadlineExceeded, EngineError, LearnerError
+from slipstream.learner import batch_trainer
 from slipstream.learner.backend import BackendStepResult, PolicyLoss
 from slipstream.learner.batch import TrainBatch, flatten
 from slipstream.learner.checkpoint import CheckpointState
@@ -201,6 +202,25 @@ async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - of many kinds, and none has an event
             await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(("enough", "asked"), [(1, 0), (1024, STEPS)])
+async def test_newest_trajectories_are_scored_only_where_a_batch_has_few_tokens_to_compare(
+    benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enough: int, asked: int
+) -> None:
+    monkeypatch.setattr(batch_trainer, "ENOUGH", enough)
+    bench = Bench(tmp_path, LocalReplica("serving"))
+    benches.append(bench)
+    versions: list[int] = []
+
+    async def fresh(version: int, limit: int) -> tuple[Trajectory, ...]:
+        versions.append(version)
+        return ()
+
+    bench.buffer.fresh = fresh
+    await bench.run()
+    assert versions == list(range(asked))
+    assert all(row.mismatch_tokens > 0 for row in bench.rows)
 
 
 async def test_a_joiner_that_never_answers_does_not_delay_a_step(
