@@ -259,6 +259,8 @@ def main(descriptor: int, image: str) -> None:
     for name in IMAGES[image]:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    if image != "sglang":
+        importlib.import_module("slipstream.configs").load("quickstart")  # what the schema allows is kept once it is found
     _keep_folders()
     gc.collect()
     gc.freeze()
