@@ -260,7 +260,8 @@ def main(descriptor: int, image: str) -> None:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     if image != "sglang":
-        importlib.import_module("slipstream.configs").load("quickstart")  # what the schema allows is kept once it is found
+        # What the schema allows is kept once it is found.
+        importlib.import_module("slipstream.configs").load("quickstart")
     _keep_folders()
     gc.collect()
     gc.freeze()

@@ -1,5 +1,5 @@
-"""The environment of `slipstream chaos` at the pace of a tool that takes a while, for runs that go on while a test waits: they leave
-the processors to what happens meanwhile, and to other tests."""
+"""The environment of `slipstream chaos` at the pace of a slow tool, for runs that go on while a test waits: they leave the cores to
+what happens meanwhile, and to other tests."""
 
 from __future__ import annotations
 
