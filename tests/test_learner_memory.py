@@ -163,7 +163,7 @@ def phases(folder: Path, kind: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("models") / "model", layers=12, hidden=1024, vocabulary=16384)
+    return make(tmp_path_factory.mktemp("models") / "model", layers=24, hidden=1024, vocabulary=16384)
 
 
 @pytest.mark.full
