@@ -34,8 +34,8 @@ class FieldDoc(msgspec.Struct, frozen=True):
 
 @functools.cache
 def type_of(annotation: Any) -> reflect.Type:
-    """What an annotation of the schema allows. That of a section has all that is below it, and takes milliseconds to find: the second
-    config of a process is read in an eighth of the time."""
+    """What an annotation of the schema allows. That of a section has all that is below it, and takes milliseconds to find: the
+    second config of a process is read in an eighth of the time."""
     return reflect.type_info(annotation)
 
 
