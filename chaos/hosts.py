@@ -210,7 +210,10 @@ class Hosts:
 
     def _start(self, host: int) -> int:
         """Where its log begins."""
-        head = ["--head", f"--port={self._port}", f"--system-config={json.dumps(SYSTEM)}", "--include-dashboard=false"]
+        head = [
+            *("--head", f"--port={self._port}", f"--system-config={json.dumps(SYSTEM)}", "--include-dashboard=false"),
+            "--no-monitor",  # it would add nodes where a cloud has them
+        ]
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
             "--include-log-monitor=false",  # it sends logs to programs that ask for them: none of a run does

@@ -40,7 +40,7 @@ from .environments import (
     is_installed,
     replace_installed_kinds,
 )
-from .fields import default_tag, describe_schema, root, type_text, variants
+from .fields import annotations_of, default_tag, describe_schema, root, type_of, type_text, variants
 from .renamed import replacement_of
 from .schema import Config
 from .yaml_text import Dumper, parse
@@ -269,7 +269,7 @@ def _hint(key: str, here: str, allowed: Sequence[str]) -> str:
 def _validate(value: Any, annotation: Any, default: Any, path: str) -> None:
     """Raises ConfigError for the first key or value at or below `path` that the schema refuses. Fills in the kinds that sections
     have by default, the default entries of mappings, and variables in paths. `default` is the kind of the section at `path`."""
-    kind = reflect.type_info(annotation)
+    kind = type_of(annotation)
     if isinstance(value, dict) and (sections := variants(kind)):
         section = _variant(sections, value, default, path)
         if section.tag is not None:
@@ -289,7 +289,7 @@ def _validate(value: Any, annotation: Any, default: Any, path: str) -> None:
 
 def _validate_section(value: Tree, section: reflect.StructType, path: str) -> None:
     here = f"{path}." if path else ""
-    annotations = {field.name: field.type for field in msgspec.structs.fields(section.cls)}
+    annotations = annotations_of(section.cls)
     for key, item in value.items():
         if key == section.tag_field:
             continue
@@ -320,7 +320,7 @@ def _validate_value(value: Any, annotation: Any, path: str) -> None:
     try:
         msgspec.convert(value, annotation, strict=True)
     except msgspec.ValidationError:
-        kind = reflect.type_info(annotation)
+        kind = type_of(annotation)
         if isinstance(kind, reflect.StrType):
             raise ConfigError(f"{path}: {value!r} is not text; write it in quotes") from None
         kinds = [section.tag_field for section in variants(kind) if section.tag == value]

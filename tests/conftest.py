@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CACHE = pytest.StashKey[Path | None]()
-
+ROOT = Path(__file__).parent
 
 settings.register_profile("default", max_examples=20, deadline=None)
 settings.register_profile("full", max_examples=100, deadline=None)
@@ -52,7 +52,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Name the tier of each test; long groups begin first. The process that tests computes with one thread, too."""
     import torch
 
@@ -60,6 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if tiers.is_full(item):
             item.add_marker("full")
+    if [(config.rootpath / path).resolve() for path in config.args] == [ROOT] and not config.getoption("engine", None):
+        config.stash[tiers.ALL] = [tiers.line_of(item) for item in items]
     items.sort(key=tiers.order)
 
 

@@ -259,6 +259,9 @@ def main(descriptor: int, image: str) -> None:
     for name in IMAGES[image]:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    if image != "sglang":
+        # What the schema allows is kept once it is found.
+        importlib.import_module("slipstream.configs").load("quickstart")
     _keep_folders()
     gc.collect()
     gc.freeze()

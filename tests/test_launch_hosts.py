@@ -22,6 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch.supervisor.factory import CLIENT_FACTORY
 from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
+from slipstream.tests.patient_env import PATIENT
 from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
 
 pytestmark = [needs_namespaces, pytest.mark.timeout(1200)]  # each wait has a deadline of its own
@@ -198,7 +199,7 @@ AHEAD_S = 600.0
 APART_S = 20.0
 """A silent role is missed after 10 s, a lost host after 15."""
 
-STEPS = 5
+STEPS = 3
 STEP_S = 120.0
 """Longest time for `STEPS` steps in any of it: then roles start anew."""
 
@@ -217,7 +218,7 @@ def test_networks_as_they_are_and_lost_hosts_which_are_no_lost_run(
     clocks = {core: ahead}
     with (
         Hosts([1, 5, 4], tmp_path / "hosts", clocks) as hosts,
-        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER) as run,
+        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER, *PATIENT) as run,
     ):
         run.until_steps(2)
         assert run.places()["learner-0"] == core

@@ -12,9 +12,16 @@ from slipstream.buffer.run_stores import connect_run
 from slipstream.chaos.plan import make_plan
 from slipstream.configs import load
 from slipstream.launch.supervisor.processes import role_names
+from slipstream.tests import forkgate
 from slipstream.tests.runs import SMALL, Background, leftovers, metrics, slipstream
 
-SHARDS = ("buffer.shards=2", "buffer.groups_per_batch=3", "rollout.engine.replicas=1", "learner.checkpoint_every=1")
+SHARDS = (
+    "buffer.shards=2",
+    "buffer.groups_per_batch=3",
+    "rollout.engine.kind=transformers",
+    "rollout.engine.replicas=1",
+    "learner.checkpoint_every=1",
+)
 
 
 def query(run_dir: Path, sql: str) -> Sequence[tuple]:
@@ -44,7 +51,8 @@ def test_a_run_with_shards_survives_the_death_of_each_of_its_processes(policy: P
         training.process.terminate()
         training.process.wait(120)
     assert leftovers(run) == []
-    done = slipstream("resume", str(run), "launch.kind=ray")  # its launcher places and guards them likewise
+    with forkgate.gated():
+        done = slipstream("resume", str(run), "launch.kind=ray")  # its launcher places and guards them likewise
     assert done.returncode == 0
     assert metrics(run)[-1]["step"] == 8
     assert json.loads(slipstream("ledger", str(run), "--json").stdout)["closes"]

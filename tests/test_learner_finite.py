@@ -36,28 +36,33 @@ PAIRS = [
 ]
 
 
+def after_context(values):
+    """float32[N x K] with a 0 in front of each of N sequences."""
+    return torch.nn.functional.pad(torch.atleast_2d(values), (1, 0)).flatten()
+
+
 def row_of(current, proximal, behavior, advantages) -> MicroBatch:
-    """One sequence of context and these tokens, float32[K] each."""
-    first = torch.zeros(1)
-    trained = torch.tensor([False] + [True] * len(current))
+    """Sequences of one token of context and these tokens, float32[N, K] each, or float32[K] of one sequence."""
+    count, length = torch.atleast_2d(current).shape
+    trained = after_context(torch.ones(count, length)).bool()
     return MicroBatch(
         token_ids=torch.arange(len(trained)),
-        position_ids=torch.arange(len(trained)),
-        cu_seqlens=(0, len(trained)),
+        position_ids=torch.arange(length + 1).repeat(count),
+        cu_seqlens=tuple(range(0, len(trained) + 1, length + 1)),
         loss_mask=trained,
-        behavior_logprobs=torch.cat([first, behavior]),
-        proximal_logprobs=torch.cat([first, proximal]),
-        advantages=torch.cat([first, advantages]),
+        behavior_logprobs=after_context(behavior),
+        proximal_logprobs=after_context(proximal),
+        advantages=after_context(advantages),
         staleness=torch.where(trained, 0, -1).int(),
         mixed=torch.zeros_like(trained),
         positive=trained,
-        reference_logprobs=torch.cat([first, proximal]),
+        reference_logprobs=after_context(proximal),
     )
 
 
 def step(algorithm, row, current):
     """Loss, gradient by log-prob, and reported sums of one row."""
-    probe = torch.cat([torch.zeros(1), current]).requires_grad_()
+    probe = after_context(current).requires_grad_()
     output = loss_of(algorithm, LONGEST)([row], lambda values: values)(probe, torch.zeros_like(probe), row)
     output.loss_sum.backward()
     return output.loss_sum.item(), probe.grad.numpy(), {key: value.item() for key, value in output.sums.items()}
@@ -65,19 +70,18 @@ def step(algorithm, row, current):
 
 @pytest.mark.parametrize(("loss", "correction"), PAIRS)
 def test_one_freak_log_prob_leaves_loss_and_gradient_finite(loss, correction):
-    """Of three tokens the second is off, under one policy or another."""
+    """Of three tokens the second is off, under one policy or another: in each of four sequences of a row under others."""
     algorithm = Algorithm(loss=loss, correction=correction, kl=KlInLoss())
     usual = torch.tensor([-1.0, -2.0, -0.5])
-    for ratio, advantage, off in itertools.product(
-        RATIOS, (-1.0, 0.0, 1.0), ("behavior", "proximal", "current", "both")
-    ):
-        freak = usual + torch.tensor([0.0, ratio, 0.0])
-        current = freak if off in ("current", "both") else usual
-        proximal = freak if off in ("proximal", "both") else usual
-        behavior = usual - torch.tensor([0.0, ratio, 0.0]) if off == "behavior" else usual
-        row = row_of(current, proximal, behavior, torch.full((3,), advantage))
+    for ratio, advantage in itertools.product(RATIOS, (-1.0, 0.0, 1.0)):
+        off = torch.tensor([0.0, ratio, 0.0])
+        freak = usual + off
+        current = torch.stack([usual, usual, freak, freak])
+        proximal = torch.stack([usual, freak, usual, freak])
+        behavior = torch.stack([usual - off, usual, usual, usual])
+        row = row_of(current, proximal, behavior, torch.full((4, 3), advantage))
         total, gradient, sums = step(algorithm, row, current)
-        case = f"log-ratio {ratio}, A {advantage}, {off}"
+        case = f"log-ratio {ratio}, A {advantage}"
         assert math.isfinite(total), case
         assert np.isfinite(gradient).all(), f"{case}: {gradient}"
         assert all(map(math.isfinite, sums.values())), f"{case}: {sums}"

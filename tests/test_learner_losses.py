@@ -155,6 +155,12 @@ def one_rank(values):
     return values
 
 
+def cut(sequences, *lengths):
+    """Rows of so many sequences, and one of the rest."""
+    ends = [0, *np.cumsum(lengths).tolist(), len(sequences)]
+    return [sequences[start:end] for start, end in itertools.pairwise(ends)]
+
+
 def run(algorithm, packing, gather=one_rank, tokens=None):
     """Loss of a step, gradients by log-prob and by entropy of each row, reported sums; as a backend does it."""
     rows = [make_row(sequences) for sequences in packing]
@@ -280,17 +286,20 @@ def oracle(algorithm, sequences):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("surrogate", "correction"), PAIRS, ids=name)
 def test_values_and_gradients_equal_the_papers_formulas(surrogate, correction, aggregation):
+    """In one row, in one and another, and in several of which one is a single sequence."""
     dropped_any = clipped_any = 0
-    for seed, entropy in ((0, 0.0), (1, 0.01), (2, 0.5)):
+    for seed, entropy, lengths in ((0, 0.0, ()), (1, 0.01, (5,)), (2, 0.5, (1, 4))):
         algorithm = Algorithm(
             loss=surrogate, correction=correction, aggregation=aggregation, terms={"entropy": entropy}
         )
         sequences = make_sequences(seed)
-        total, gradients, sums = run(algorithm, [[s] for s in sequences])
+        total, gradients, sums = run(algorithm, cut(sequences, *lengths))
         expected, slopes, dropped = oracle(algorithm, sequences)
         assert total == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        for actual, theirs in zip(gradients, slopes, strict=True):
-            np.testing.assert_allclose(actual, theirs, rtol=1e-9, atol=1e-12)
+        found = [np.concatenate(kind) for kind in zip(*gradients, strict=True)]
+        theirs = [np.concatenate(kind) for kind in zip(*slopes, strict=True)]
+        for actual, wanted in zip(found, theirs, strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-12)
         assert sums["dropped"] == dropped
         kept = sum(int(s.loss_mask.sum()) for s in sequences) - dropped
         assert sums["clip_fraction"] < kept
@@ -307,16 +316,13 @@ def test_gradients_are_those_of_finite_differences(surrogate, aggregation):
     algorithm = Algorithm(loss=surrogate, correction=NoCorrection(), aggregation=aggregation, terms={"entropy": 0.1})
     sequences = make_sequences(5, count=5, spread=0.0)
     _, gradients, _ = run(algorithm, [sequences])
-    flat = np.concatenate([s.current for s in sequences])
-    for position in range(len(flat)):
-        ends = []
-        for h in (1e-6, -1e-6):
-            moved = np.split(
-                flat + h * (np.arange(len(flat)) == position), np.cumsum([len(s.ids) for s in sequences])[:-1]
-            )
-            shifted = [msgspec.structs.replace(s, current=c) for s, c in zip(sequences, moved, strict=True)]
-            ends.append(run(algorithm, [shifted])[0])
-        assert gradients[0][0][position] == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-7)
+    row, current, entropy = make_row(sequences)
+    loss, tokens = loss_of(algorithm, LONGEST)([row], one_rank), int(row.loss_mask.sum())
+    with torch.no_grad():
+        for position in range(len(current)):
+            step = 1e-6 * (torch.arange(len(current)) == position)
+            up, down = (loss(current + h * step, entropy, row).loss_sum.item() / tokens for h in (1, -1))
+            assert gradients[0][0][position] == pytest.approx((up - down) / 2e-6, abs=1e-7)
 
 
 def test_kl_cov_holds_no_token_whose_covariance_is_negative():
@@ -409,10 +415,10 @@ def test_on_policy_it_is_the_plain_policy_gradient(surrogate, correction):
     """Ratio 1 everywhere: the slope is - A / N, whatever corrects."""
     sequences = [msgspec.structs.replace(s, proximal=s.behavior, current=s.behavior) for s in make_sequences()]
     algorithm = Algorithm(loss=surrogate, correction=correction, aggregation="token_mean")
-    _, gradients, sums = run(algorithm, [[s] for s in sequences])
+    _, gradients, sums = run(algorithm, cut(sequences, 5))
     n = sum(int(s.loss_mask.sum()) for s in sequences)
-    for s, (gradient, _) in zip(sequences, gradients, strict=True):
-        np.testing.assert_allclose(gradient, np.where(s.loss_mask, -s.advantages, 0) / n, rtol=1e-9)
+    expected = np.concatenate([np.where(s.loss_mask, -s.advantages, 0) / n for s in sequences])
+    np.testing.assert_allclose(np.concatenate([g[0] for g in gradients]), expected, rtol=1e-9)
     assert sums["dropped"] == 0
 
 

@@ -28,13 +28,16 @@ class Collected(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def collected() -> list[Collected]:
-    """Every test of the repository."""
-    flags = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "slipstream.tests.tiers"]
-    command = [sys.executable, "-m", "pytest", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]
-    found = [line.split("\t") for line in done.stdout.splitlines() if line.startswith(("full\t", "default\t"))]
+def collected(pytestconfig: pytest.Config) -> list[Collected]:
+    """Every test of the repository: as this session has collected them, or, where it has not all of them, another one."""
+    lines = pytestconfig.stash.get(tiers.ALL, None)
+    if lines is None:
+        flags = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "slipstream.tests.tiers"]
+        command = [sys.executable, "-m", "pytest", *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+        lines = [line for line in done.stdout.splitlines() if line.startswith(("full\t", "default\t"))]
+    found = [line.split("\t") for line in lines]
     assert len(found) > 2900
     return [Collected(*words) for words in found]
 

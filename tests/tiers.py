@@ -172,7 +172,16 @@ def order(item: pytest.Item) -> int:
     return FIRST.index(group) if group in FIRST else len(FIRST)
 
 
+ALL = pytest.StashKey[list[str]]()
+"""Lines of all tests of the repository, where a session has collected all, before any is deselected."""
+
+
+def line_of(item: pytest.Item) -> str:
+    """Its tier, its id, and its name."""
+    return "\t".join(("full" if is_full(item) else "default", item.nodeid, name_of(item)))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where this module is loaded as a plugin, list all tests."""
     for item in session.items:
-        print("full" if is_full(item) else "default", item.nodeid, name_of(item), sep="\t")  # noqa: T201
+        print(line_of(item))  # noqa: T201
