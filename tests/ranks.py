@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Model
+from slipstream.launch.launchers.local import keep_port
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.fsdp2.backend import ON_CPU, TOGETHER, Fsdp2Backend
 from slipstream.tests.equality import LOSS, OPTIMIZER, SEQUENCE_MEAN, STEPS, TEMPERATURE, make_batch, make_rows
@@ -109,6 +110,8 @@ def reserved_ports(count: int) -> list[int]:
                     stack.enter_context(socket.create_server(("127.0.0.1", port)))
             except OSError:
                 continue
+        if not all([keep_port(port) for port in ports]):
+            continue
         GIVEN.update(ports)
         return ports
 

@@ -11,6 +11,9 @@ from slipstream.common.routed_experts import routers_of
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+ROUNDING = 1e-4
+"""By which two computations of the same logit of a router may differ."""
+
 
 def chosen(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
     """int64[T, layers, top_k]: the experts that `model` chooses, each token's in rising order."""
@@ -42,6 +45,20 @@ def told(model: torch.nn.Module, experts: torch.Tensor) -> Iterator[None]:
     yield
     for one in hooks:
         one.remove()
+
+
+def likeliest(model: torch.nn.Module, token_ids: Sequence[int], experts: torch.Tensor) -> bool:
+    """Whether the T tokens, all but the last, go to the experts [T, layers, top_k] that `model`, a Qwen3-MoE, gives most. Of two
+    that are equal within `ROUNDING` either may be chosen; what comes after it is judged by what was."""
+    found: list[torch.Tensor] = []
+    hooks = [r.register_forward_hook(lambda _, __, routed: found.append(routed[0])) for r in routers_of(model).values()]
+    with torch.no_grad(), told(model, experts):
+        model(torch.tensor([list(token_ids)]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    logits, ids = torch.stack(found, 1)[:-1], experts[:-1].long()
+    least, other = logits.gather(-1, ids).amin(-1), logits.scatter(-1, ids, -torch.inf).amax(-1)
+    return bool((least >= other - ROUNDING).all())
 
 
 def other_experts(tokens: int, layers: int, top_k: int, experts: int, seed: int = 0) -> torch.Tensor:

@@ -46,7 +46,7 @@ HACKS = {
 
 @pytest.fixture
 async def pool():
-    pool = LocalPool(Limits(wall_s=4, cpu_s=2))
+    pool = LocalPool(Limits(wall_s=60, cpu_s=2))  # no program of these sleeps: what spins ends by its CPU time
     yield pool
     await pool.close()
 

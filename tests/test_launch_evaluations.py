@@ -434,7 +434,9 @@ def test_an_evaluation_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytes
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     suite = "{env: {kind: dataset, path: rows.jsonl, evaluation: rows.jsonl, reward: 'my.py:score'}}"
-    small = (*PERIODIC[:-2], f"evaluation.suites={{away: {suite}}}", "learner.steps=3", "evaluation.every=2")
+    (tmp_path / "steady.py").write_text("def score(completion, row):\n    return len(completion) % 2\n")  # of training
+    steps = ("env.reward=steady.py:score", "learner.steps=3", "evaluation.every=2")
+    small = (*PERIODIC[:-2], f"evaluation.suites={{away: {suite}}}", *steps)
     done = slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small, check=False)
     assert "the evaluation of step 2 is given up, the run goes on: " in done.stdout
     assert "my.py:score raised OSError: the service is away (my.py, line 5)" in done.stdout

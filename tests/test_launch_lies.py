@@ -27,10 +27,10 @@ from slipstream.tests.runs import (
 pytestmark = pytest.mark.full
 FOREIGN = 70_000
 READY = (
-    "SELECT t.group_id, arrays, t.length FROM trajectories t JOIN episodes e ON e.id = episode_id"
-    " WHERE account = 'ready' ORDER BY t.group_id LIMIT 2"
+    "SELECT t.group_id, t.arrays, t.length FROM trajectories t JOIN episodes e ON e.id = t.episode_id"
+    " JOIN groups g ON g.id = t.group_id WHERE account = 'ready' AND g.state = 'ready' ORDER BY t.group_id LIMIT 2"
 )
-"""Episodes that wait to be trained on."""
+"""Episodes that wait to be trained on, of groups that are complete: the next batches are of these."""
 
 
 def check_ids(run: Path, policy: Path) -> None:

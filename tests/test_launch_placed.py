@@ -32,9 +32,12 @@ def test_a_critic_that_is_killed_and_one_that_is_put_elsewhere(tmp_path: Path) -
     )
     with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *PLACED, *keys) as going:
         going.until_step(1)
+        learner = going.roles()["learner-0"]
+        learner.suspend()  # while it is asked for waits, which takes as long as several steps
         going.until(
             lambda: "the learner's next request" in slipstream("waits", str(run), "--json").stdout, "idle roles"
         )
+        learner.resume()
         going.until_step(7)
         before = {role: process.pid for role, process in going.roles().items()}
         going.kill("critic-1")

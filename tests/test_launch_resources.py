@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from slipstream.configs import load
 from slipstream.errors import ConfigError
 from slipstream.launch.launchers import local
-from slipstream.launch.launchers.local import LocalLauncher, Placement, free_ports
+from slipstream.launch.launchers.local import LocalLauncher, Placement, free_ports, keep_port
 from slipstream.launch.resources import GpuAssignment, assign_gpus, free_gpus, needed_gpus, ranks_of, role_environment
 from slipstream.tests.ranks import reserved_ports
 
@@ -111,6 +113,25 @@ def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen["OMP_NUM_THREADS"] == "3"
     assert chosen["OMP_WAIT_POLICY"] == "PASSIVE"
     assert chosen["PYTHONHASHSEED"] == "7"
+
+
+def test_a_port_is_given_to_one_process_though_its_server_does_not_listen_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - 80
+    code = (
+        "from slipstream.launch.launchers import local\n"
+        f"local.LOWEST_PORT = {lowest}\n"
+        "print(*local.free_ports(20), flush=True)\ninput()"
+    )
+    monkeypatch.setattr(local, "LOWEST_PORT", lowest)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs, ours = set(map(int, other.stdout.readline().split())), set(free_ports(30))
+        assert (len(theirs), len(ours), theirs & ours) == (20, 30, set())
+        assert not any(keep_port(port) for port in (*theirs, *ours))
+        other.communicate("\n")
+    assert all(keep_port(port) for port in theirs)  # they went with it
 
 
 def test_ports_are_chosen_where_no_outgoing_connection_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:

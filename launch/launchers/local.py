@@ -17,7 +17,7 @@ import random
 import signal
 import socket
 import tempfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 PLACE_S = 120.0  # longest wait for room for roles: for all at the start of a run, for one that lost its host
 LOWEST_PORT = 10_000  # of those that are chosen: well-known services are below
 RAY_WORKER_PORTS = range(10_002, 20_000)  # Ray gives them to its workers, one after the other
+KEPT_PORTS = 256  # that this process keeps from others: the newest, at which a server may not listen yet
 KILL_S = 10.0  # how long a process may take to end after SIGKILL, while the kernel or a device driver frees its memory
 
 
@@ -105,8 +106,9 @@ class Launcher(Protocol):
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that are free now. They are below those that the kernel gives to outgoing connections, of which any may take one before
-    its server has bound it; and those that Ray gives to its workers come last. Raises ConfigError: there are not so many."""
+    """Ports that are free now, and that no other process is given while this one keeps them. They are below those that the kernel
+    gives to outgoing connections, of which any may take one before its server has bound it; and those that Ray gives to its workers
+    come last. Raises ConfigError: there are not so many."""
     above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     candidates, found = list(range(LOWEST_PORT, above)), list[int]()
     random.SystemRandom().shuffle(candidates)
@@ -115,13 +117,32 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         while candidates and len(found) < count:
             with contextlib.suppress(OSError):
                 stack.enter_context(socket.socket()).bind((host, candidates[-1]))
-                found.append(candidates[-1])
+                found += [candidates[-1]] * keep_port(candidates[-1])
             candidates.pop()
     if len(found) == count:
         return found
     raise ConfigError(
         f"launch.ports.first: {host} has no {count} free ports from {LOWEST_PORT} to {above - 1}; set the first one"
     )
+
+
+_kept = deque[int]()
+"""Descriptors of sockets whose names are those of ports."""
+
+
+def keep_port(port: int) -> bool:
+    """Keep a port from other processes that ask, until this one ends or has kept `KEPT_PORTS` more; False where one keeps it. Its
+    name is an abstract one, of which Linux has one in a network namespace, and which goes with its process however that ends."""
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0slipstream port {port}")
+    except OSError:
+        name.close()
+        return False
+    _kept.append(name.detach())
+    if len(_kept) > KEPT_PORTS:
+        os.close(_kept.popleft())
+    return True
 
 
 def claim_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
@@ -183,7 +204,6 @@ class LocalLauncher:
     def __init__(self, logs: Path, first_port: int, placement: GpuAssignment | None = None, available: int = 0) -> None:
         self._logs = logs
         self._next_port = first_port
-        self._reserved: set[int] = set()
         self._gpus = dict(placement.gpus) if placement else {}
         self._available = available
         self._started: defaultdict[str, list[ProcessHandle]] = defaultdict(list)
@@ -245,12 +265,9 @@ class LocalLauncher:
         sweep(Path(tempfile.gettempdir()), SERVER_FILES)
 
     def _ports(self, count: int) -> list[int]:
-        """The next ports after the configured first one; without one, free ports that were not reserved before: a role may not
-        listen yet."""
+        """The next ports after the configured first one; without one, free ports."""
         if not self._next_port:
-            ports = [port for port in free_ports(count + len(self._reserved)) if port not in self._reserved][:count]
-            self._reserved.update(ports)
-            return ports
+            return free_ports(count)
         ports = claim_ports(self._next_port, count)
         self._next_port += count
         return ports

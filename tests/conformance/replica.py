@@ -14,6 +14,7 @@ from slipstream.buffer.trajectory import VersionSpan
 from slipstream.common import accelerator
 from slipstream.common.accelerator import CollectiveBackend
 from slipstream.configs.schema import Partial, TransportKind
+from slipstream.rollout.concurrency import EngineLoad
 from slipstream.rollout.engines.base import SamplingParams
 from slipstream.rollout.engines.http_engine import HttpEngine
 from slipstream.tests import tiny
@@ -154,11 +155,12 @@ class Replica:
         spans = (VersionSpan(0, GREEDY.max_tokens, self.version or 0),)
         return completion.version_spans == spans and reference.greedy(rows, completion.token_ids)
 
-    async def running(self, count: int, within_s: float = 60.0) -> None:
-        """Return when exactly `count` requests decode, which only polling shows."""
+    async def running(self, count: int, within_s: float = 60.0, *, queue: bool = False) -> EngineLoad:
+        """Return when exactly `count` requests decode, and others wait where there is to be a `queue`, which only polling shows."""
         async with asyncio.timeout(within_s):
-            while (await self.engine.get_load()).running != count:  # noqa: ASYNC110
+            while (load := await self.engine.get_load()).running != count or (queue and not load.waiting):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+        return load
 
     async def close(self) -> None:
         """Leave every group and close the connections; it may be used again, and then pushes by another transport, too."""

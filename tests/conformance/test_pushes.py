@@ -154,14 +154,14 @@ async def test_generation_goes_on_while_weights_travel(
 
     def slowly(self: BroadcastGroup, data: torch.Tensor) -> None:
         loop.call_soon_threadsafe(arrived.set)
-        assert go_on.wait(20)
+        assert go_on.wait(50)
         sends(self, data)
 
     monkeypatch.setattr(BroadcastGroup, "broadcast", slowly)
     push = asyncio.create_task(replica.push(1))
     try:
-        await asyncio.wait_for(arrived.wait(), 20)
-        completions = await asyncio.wait_for(replica.generate_all(PROMPTS), 20)
+        await asyncio.wait_for(arrived.wait(), 50)
+        completions = await asyncio.wait_for(replica.generate_all(PROMPTS), 40)
         assert not push.done()
     finally:
         go_on.set()

@@ -142,9 +142,7 @@ async def test_more_requests_than_the_server_takes_at_once_wait_their_turn(repli
     prompts = [[5 + i, *PROMPTS[i % 8]] for i in range(3 * MAX_CONCURRENT)]
     sampling = SamplingParams(max_tokens=60, temperature=0.0)
     burst = asyncio.gather(*(replica.generate(prompt, sampling) for prompt in prompts))
-    await replica.running(MAX_CONCURRENT)
-    busy = await replica.engine.get_load()
-    assert busy.waiting > 0
+    busy = await replica.running(MAX_CONCURRENT, queue=True)
     assert 0 < busy.kv_usage <= 1
     for prompt, completion in zip(prompts, await burst, strict=True):
         rows = reference.rows(replica.weights.models[0], prompt, completion)

@@ -14,7 +14,7 @@ from slipstream.errors import EngineError
 from slipstream.rollout.engines import registry as servers
 from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.reference import TOLERANCE
-from slipstream.tests.conformance.replica import PROMPTS, Replica, Traffic, Weights
+from slipstream.tests.conformance.replica import PROMPTS, ROUNDS, Replica, Traffic, Weights
 from slipstream.tests.conformance.servers import Server, configure
 from slipstream.tests.conformance.test_partial import assert_covered, span_error
 
@@ -68,14 +68,18 @@ async def test_it_wakes_with_the_next_version_and_with_the_same(sleeper: Replica
 @pytest.mark.parametrize("mode", ["recompute", "abort_resume"])
 async def test_requests_under_way_lose_no_token_and_go_on_with_the_next_version(sleeper: Replica) -> None:
     old = sleeper.version
-    async with Traffic(sleeper) as traffic:
-        await sleeper.sleep()
-        waiting = asyncio.create_task(sleeper.generate(PROMPTS[6]))
-        done, _ = await asyncio.wait({waiting}, timeout=0.5)
-        assert not done  # one that comes while it sleeps waits, too
-        new = await sleeper.push(1, "shared")
-        completion = await waiting
-    assert {span.version for span in completion.version_spans} == {new}
+    for _ in range(ROUNDS):
+        async with Traffic(sleeper) as traffic:
+            await sleeper.sleep()
+            waiting = asyncio.create_task(sleeper.generate(PROMPTS[6]))
+            done, _ = await asyncio.wait({waiting}, timeout=0.5)
+            assert not done  # one that comes while it sleeps waits, too
+            new = await sleeper.push(1, "shared")
+            completion = await waiting
+        assert {span.version for span in completion.version_spans} == {new}
+        if traffic.crossing():
+            break
+        old = await sleeper.push(0, "shared")
     assert traffic.crossing()
     for prompt, whole in traffic.finished:
         assert_covered(whole, 300)
