@@ -1,7 +1,7 @@
 """Faults on a run that spans several hosts of this machine: on its processes as on one host, and on whole hosts and links.
 
 Invariants:
-- A host whose Ray node has ended is started again: because it was lost, after the fault; because Ray had given it up, as soon as its
+- A host whose Ray node has ended is started again: one that was lost, after the fault; one that Ray had given up, as soon as its
   node has heard so, which may be seconds after the fault.
 - Every fault of a link and every freeze ends before the next fault begins.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from ..buffer.schema import process_names
 from ..configs import Config
 from ..errors import ConfigError, DeadlineExceeded
 from ..launch.run_context import ROLE, VARIABLE
@@ -39,10 +40,11 @@ LOSS = 0.01
 
 
 def cpus_of(config: Config, hosts: int) -> list[int]:
-    """Ray's CPUs of each host: room for the buffer and one more on that of the supervisor, and on each of the others for one role
-    more than its share. Where one of them is lost, some roles find a place and some are missed."""
-    others = len(role_names(config)) - 2
-    return [2, *(-(-others // (hosts - 1)) + 1 for _ in range(hosts - 1))]
+    """Ray's CPUs of each host: room for the buffer with its shards and one more on that of the supervisor, and on each of the others
+    for one role more than its share. Where one of them is lost, some roles find a place and some are missed."""
+    first = len(process_names(config.buffer.shards)) + 1
+    others = len(role_names(config)) - first
+    return [first, *(-(-others // (hosts - 1)) + 1 for _ in range(hosts - 1))]
 
 
 class HostedFaultRunner(FaultRunner):

@@ -275,7 +275,7 @@ def alert_rules(config: Config) -> tuple[AlertRule, ...]:
     longer = "raise agent.max_tokens_per_turn or agent.max_tokens, or set learner.algorithm.overlong"
     return (
         AlertRule("reward_collapse", "critical", bound + SMOOTH, 3, _reward_collapse, f"{lower} and {back}"),
-        AlertRule("entropy_collapse", "critical", SMOOTH, 3, _entropy_collapse, f"{lower} and {back}"),
+        AlertRule("entropy_collapse", "critical", 3, 3, _entropy_collapse, f"{lower} and {back}"),
         AlertRule("ratio_explosion", "critical", 3, 3, _ratio_explosion, f"{lower} or buffer.max_staleness"),
         AlertRule("mismatch", "critical", 2, 3, _mismatch, f"the learner cannot trust their log-probs; {engines}"),
         AlertRule("mismatch_growth", "warning", 3, 3, _mismatch_growth, f"{engines}"),

@@ -69,10 +69,10 @@ def secrets_of_roles(run_dir: Path) -> dict[str, str]:
         folder = Path(variables[PRIVATE_VARIABLE])
         with contextlib.suppress(OSError):  # it ends meanwhile
             found[msgspec.json.decode((folder / FILE).read_bytes(), type=KeyPair).secret] = f"key of {role}"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it is being written: the next look finds it
             access = msgspec.json.decode((folder / TOKENS).read_bytes(), type=ServerAccess)
             found |= {access.request: "token for requests", access.control: "token for control"}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             key = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
             assert isinstance(key, EllipticCurvePrivateKey)
             found[f"{key.private_numbers().private_value:064x}"] = f"TLS key of {role}"

@@ -49,18 +49,18 @@ def test_what_is_planted_is_an_alert_within_ten_steps(tmp_path: Path, monkeypatc
         *SETTINGS,
     )
 
-    def fired(rule: str) -> Alert | None:
-        return next((one for one in read_alerts(run / ALERTS) if one.rule == rule and one.active), None)
+    def fired(*rules: str) -> Alert | None:
+        return next((one for one in read_alerts(run / ALERTS) if one.rule in rules and one.active), None)
 
     def critical() -> list[tuple[str, bool]]:
         return [(one.rule, one.active) for one in read_alerts(run / ALERTS) if one.severity == "critical"]
 
     with Background(*words) as going:
 
-        def until_fired(rule: str) -> int:
-            """The step of the alert."""
-            going.until(lambda: fired(rule) is not None, f"the alert {rule}")
-            alert = fired(rule)
+        def until_fired(*rules: str) -> int:
+            """The step of the first alert of one of `rules`."""
+            going.until(lambda: fired(*rules) is not None, f"the alert {' or '.join(rules)}")
+            alert = fired(*rules)
             assert alert is not None
             assert alert.severity == "critical"
             return alert.step
@@ -75,7 +75,8 @@ def test_what_is_planted_is_an_alert_within_ten_steps(tmp_path: Path, monkeypatc
         assert planted <= collapsed < planted + WITHIN
         changes = ("buffer.max_staleness=2", f"learner.optimizer.lr={100 * LR}")
         changed = json.loads(slipstream("set", str(run), *changes, "--json").stdout)
-        assert 0 <= until_fired("ratio_explosion") - changed[0]["step"] < WITHIN
+        # Some policies collapse in two steps, fewer than an explosion has to last; then ratios are 1 and the entropy is gone.
+        assert 0 <= until_fired("ratio_explosion", "entropy_collapse") - changed[0]["step"] < WITHIN
         going.process.terminate()
         going.output()
     assert leftovers(run) == []

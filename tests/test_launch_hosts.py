@@ -108,7 +108,9 @@ def test_hosts_of_a_user_who_may_make_no_namespaces(tmp_path: Path, monkeypatch:
         assert not before[0] & before[1]
         hosts.kill(1)
         assert not any(process.is_running() for process in before[1])
-        assert all(process.is_running() for process in before[0])
+        servers = [process for process in before[0] if process.name() in ("gcs_server", "raylet")]
+        assert len(servers) == 2  # Ray starts others that soon end
+        assert all(process.is_running() for process in servers)
         hosts.revive()
         with hosts.frozen(1):
             found = [process.status() for process in hosts.processes(1)]
