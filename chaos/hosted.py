@@ -40,8 +40,8 @@ LOSS = 0.01
 
 
 def cpus_of(config: Config, hosts: int) -> list[int]:
-    """Ray's CPUs of each host: room for the buffer with its shards and one more on that of the supervisor, and on each of the others
-    for one role more than its share. Where one of them is lost, some roles find a place and some are missed."""
+    """Ray's CPUs of each host: room for the buffer with its shards and one more on that of the supervisor, and on each of the
+    others for one role more than its share. Where one of them is lost, some roles find a place and some are missed."""
     first = len(process_names(config.buffer.shards)) + 1
     others = len(role_names(config)) - first
     return [first, *(-(-others // (hosts - 1)) + 1 for _ in range(hosts - 1))]
