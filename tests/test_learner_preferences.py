@@ -160,7 +160,7 @@ async def test_a_planted_preference_is_recovered_online(folders: list[Path]):
     ) as player:
         before = np.exp(player.logprobs(player.policy))[::2].sum()
         losses = []
-        for _ in range(12):
+        for _ in range(24):  # after half as many the answers that it samples decide whether it is above 0.9
             behavior = player.logprobs(player.policy)
             answers = rng.choice(len(behavior), 128, p=np.exp(behavior))
             done = await player.step(behavior, answers, lambda token: float(token % 2 == 0))

@@ -169,8 +169,9 @@ async def test_a_server_that_is_not_there_or_does_not_answer_is_a_named_failure(
 
 
 async def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline(servers: Servers) -> None:
-    async with asked(Classifier(path="c"), servers.classifies, 1.0) as reward:
+    async with asked(Classifier(path="c"), servers.classifies) as reward:
         first = (await reward.rewards([], played(8, 9)))[1]
+    async with asked(Classifier(path="c"), servers.classifies, 1.0) as reward:
         processes = _processes(servers.classifies)
         for process in processes:
             process.suspend()

@@ -458,10 +458,12 @@ async def test_after_a_while_without_a_failure_the_next_one_is_probed_at_once(mo
 async def test_a_replica_that_hangs_is_not_used_although_it_reports_health() -> None:
     async with world(request_s=0.1) as w:
         w.serve("a", "b")
+        for engine in w.made:
+            engine.computes.clear()  # before it is asked: the deadline is short
         stuck = asyncio.create_task(w.router.generate("stuck", [1, 2], SAMPLING, 0))
         hung, _ = await w.anywhere()
-        hung.computes.clear()
         other = w["b" if hung.name == "a" else "a"]
+        other.computes.set()
         with pytest.raises(DeadlineExceeded):
             await stuck
         w.router._request_s = SOON  # pyright: ignore[reportPrivateUsage]  # the others are answered

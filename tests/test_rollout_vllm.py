@@ -301,7 +301,7 @@ async def test_every_chunk_names_the_versions_of_all_tokens_so_far(engine: VllmE
     parameters = {"max_tokens": 100, "ignore_eos": True, "logprobs": 0, "detokenize": False, "stream_interval": 16}
     body = {"request_id": "chunks", "token_ids": PROMPT, "sampling_params": parameters, "stream": True}
     await engine.stream("/inference/v1/generate", body, take)
-    assert len(counts) > 5
+    assert 1 < len(counts) <= 1 + 99 // 16 + 1  # vLLM joins those that its own reader has not taken yet
     assert [tokens for tokens, _ in counts] == [covered for _, covered in counts]
     assert counts[-1][0] == 100
 

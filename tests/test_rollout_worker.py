@@ -13,9 +13,11 @@ import msgspec
 import pytest
 from slipstream.agents import Session, load_agent, load_renderer
 from slipstream.agents.base import Agent, Generate, Policy
+from slipstream.buffer import client as client_module
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger_report import ledgers_by_version
 from slipstream.buffer.messages import Stats
+from slipstream.buffer.schema import process_names
 from slipstream.configs import load
 from slipstream.configs.schema import Buffer, Config, Failure, Reason
 from slipstream.envs import Environment, EnvPart, Message, StepResult, Task
@@ -27,6 +29,7 @@ from slipstream.rollout.engines.base import EngineLoad
 from slipstream.rollout.evaluation import evaluate
 from slipstream.rollout.player import EpisodePlayer
 from slipstream.rollout.router import Router
+from slipstream.rollout.routing import AHEAD
 from slipstream.rollout.worker import Worker
 from slipstream.tests import tiny
 from slipstream.tests.episodes import Once
@@ -99,13 +102,13 @@ class World:
         mark_served(self.learner, version)
 
     async def until(self, playing: int) -> None:
-        """So many requests are at the engine."""
+        """So many requests are at the engine; more, and those of another group in part, where the worker has room for two."""
         while len(self.unanswered()) < playing:
             await self.engine.calls.get()
 
     async def until_all(self) -> None:
-        """Every episode that plays is at the engine, and at least one plays."""
-        while not self.unanswered() or len(self.unanswered()) < self.worker.gauges()["playing"]:
+        """Every episode that plays is at the engine, or as many as the router lets through, and at least one plays."""
+        while not self.unanswered() or len(self.unanswered()) < min(SLOTS + AHEAD, self.worker.gauges()["playing"]):
             await self.stats()
 
     def unanswered(self) -> list[Call]:
@@ -133,11 +136,16 @@ async def world(
     parts: Sequence[EnvPart] = (ONCE,),
     retries: Mapping[str, int] | None = None,
     greedy: bool = False,
+    served: bool = True,
 ) -> AsyncIterator[World]:
-    address = f"tcp://127.0.0.1:{tiny.free_port()}"
-    shares = tuple(part.share for part in parts)
-    path = tmp_path / "buffer.sqlite"
-    service = buffer_service(buffer, path, address, shares=shares, retries=retries, greedy=greedy)
+    """With `served` the fleet serves a version before the worker begins; without it no group is granted."""
+    names = process_names(buffer.shards)
+    addresses = [f"tcp://127.0.0.1:{tiny.free_port()}" for _ in names]
+    rules = {"shares": tuple(part.share for part in parts), "retries": retries, "greedy": greedy}
+    services = [
+        buffer_service(buffer, tmp_path / f"{name}.sqlite", addresses[shard], **rules, shard=shard)
+        for shard, name in enumerate(names)
+    ]
     made: list[ScriptedEngine] = []
 
     def make_engine(replica_info: ReplicaInfo) -> ScriptedEngine:
@@ -145,15 +153,19 @@ async def world(
         return made[-1]
 
     async with asyncio.timeout(SOON), contextlib.AsyncExitStack() as stack:
-        ready = asyncio.Event()
-        serving = asyncio.create_task(service.serve(ready.set))
-        await ready.wait()
+        serving = []
+        for service in services:
+            ready = asyncio.Event()
+            serving.append(asyncio.create_task(service.serve(ready.set)))
+            await ready.wait()
         options = {"max_concurrent": SLOTS, "request_s": SOON, "start_s": SOON}
         router = await stack.enter_async_context(Router(make_engine, **options, partial="recompute"))
         router.update(Fleet(1, (ReplicaInfo("a", "http://a", 0, "serving", 0),)))
-        learner = await stack.enter_async_context(BufferClient(address, "learner"))
-        client = await stack.enter_async_context(BufferClient(address, "worker-0"))
-        mark_served(learner, await learner.recover(0))
+        learner = await stack.enter_async_context(BufferClient(addresses[0], "learner", addresses[1:]))
+        client = await stack.enter_async_context(BufferClient(addresses[0], "worker-0", addresses[1:]))
+        version = await learner.recover(0)
+        if served:
+            mark_served(learner, version)
         w = World(policy, router, learner, made[0], config, agent, parts)
         w.engine.busy = EngineLoad(1, 0, 0.9)  # neither grow nor shrink by much
         w.worker = Worker(w.player, client, buffer.group_size, 1)
@@ -164,8 +176,9 @@ async def world(
         stats = await learner.stats()
         assert stats.leased_groups == 0
         assert stats.ledger.balances
-        serving.cancel()
-        await asyncio.wait({serving})
+        for task in reversed(serving):  # each gives back what it has changed in this process
+            task.cancel()
+            await asyncio.wait({task})
 
 
 async def test_slots_grow_while_the_servers_have_room_and_shrink_without_ending_an_episode(
@@ -173,7 +186,7 @@ async def test_slots_grow_while_the_servers_have_room_and_shrink_without_ending_
 ) -> None:
     async with world(policy, tmp_path) as w:
         w.engine.busy = EngineLoad(8, 0, 0.1)
-        await w.until(12)  # more than it began with; the router lets no more through
+        await w.until(SLOTS + AHEAD)  # more than it began with; the router lets no more through
         w.engine.busy = EngineLoad(8, 100, 1.0)
         under_way = list(w.engine.open)
         await w.finish()
@@ -187,6 +200,23 @@ async def test_slots_grow_while_the_servers_have_room_and_shrink_without_ending_
             assert len(w.engine.open) == GROUP  # one group always has room
             await w.finish()
         assert (await w.stats()).ledger.discarded == {}
+
+
+async def test_a_group_that_was_asked_for_before_the_limit_fell_is_played(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "LEASE_S", SOON)
+    two = Buffer(max_staleness=0, groups_per_batch=2, group_size=GROUP, shards=2)
+    async with world(policy, tmp_path, two, served=False) as w:
+        _, first, second = w.learner._addresses.values()
+        while len(w.worker._buffer._asked) < two.shards:
+            await w.stats()
+        w.worker.set_limit(GROUP)
+        mark_served(first, 0)
+        await w.until(GROUP)
+        assert w.worker.gauges()["slots"] == GROUP  # there is room for no other
+        mark_served(second, 0)
+        await w.until(2 * GROUP)
 
 
 async def test_only_what_stands_empty_for_want_of_a_lease_is_idle(policy: Path, tmp_path: Path) -> None:
@@ -209,7 +239,7 @@ async def test_full_slots_are_not_idle(policy: Path, tmp_path: Path) -> None:
         await w.until(SLOTS)
         before = await w.steady()
         w.engine.open[0].complete(40, 41, 42)  # seven play, and a group needs room for four
-        while (after := await w.stats()).slot_s < before.slot_s + 0.5:
+        while (after := await w.stats()).slot_s < before.slot_s + 0.5 or not after.ledger.ready:
             pass
         assert after.idle_slot_s == before.idle_slot_s
         assert after.ledger.ready == 3
@@ -244,6 +274,7 @@ async def test_tokens_of_an_episode_that_ran_out_of_time_are_generated_tokens(po
 async def test_tokens_are_reported_under_the_version_that_sampled_them(policy: Path, tmp_path: Path) -> None:
     one_group = Buffer(max_staleness=1, groups_per_batch=1, group_size=GROUP)
     async with world(policy, tmp_path, one_group) as w:
+        w.worker.set_limit(GROUP)  # two groups may be outstanding, and one is played after the other
         await w.until(GROUP)
         assert await train(w, 0) == {0: 3 * GROUP}
         await w.serve(1)
