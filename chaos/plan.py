@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from ..common.replica_names import replica_of
 from ..configs import Config
 from ..configs.schema import Vllm
 from ..launch.supervisor.processes import role_names
@@ -128,7 +129,7 @@ def make_plan(config: Config, kills: int, seed: int, hosts: int = 0, links: int 
 def _faults(config: Config, kinds: list[Kind], hosts: int, rng: random.Random) -> Iterator[PlannedFault]:
     victims = [SUPERVISOR, *(name for name in role_names(config) if name != "evaluator")]
     if isinstance(config.rollout.engine, Vllm):
-        victims += [name + CORE for name in victims if name.startswith("engine-")]
+        victims += [name + CORE for name in victims if name.startswith("engine-") and replica_of(name) == name]
     writers = [name for name in victims if name.partition("-")[0] in WRITERS]
     rapid = 0
     for number, kind in enumerate(kinds, start=1):

@@ -12,9 +12,17 @@ def address_towards(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
+def collective_interface(address: str) -> dict[str, str]:
+    """Environment variables by which gloo, NCCL and HCCL use the interface that has `address`; none where none has it."""
+    if not (interface := interface_of(address)):
+        return {}
+    exactly = f"={interface}"  # not all whose names begin like it
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": exactly, "HCCL_SOCKET_IFNAME": exactly}
+
+
 def interface_of(address: str) -> str:
     """The name of this host's interface that has `address`; empty where none has."""
-    import psutil  # inference servers import this module, and need only the function above
+    import psutil  # inference servers import this module, and need only `address_towards`
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):

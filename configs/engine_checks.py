@@ -8,13 +8,18 @@ import re
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from .schema import ENGINE_OPTIONS, SPLIT, Config, OptionServers, Sglang
+from .schema import ENGINE_OPTIONS, NODES, SPLIT, Config, OptionServers, Servers, Sglang
 
 SERVERS = (
     "rollout.engine.replicas"  # the key that says how many servers a run starts, or names servers that others started
 )
 URL = re.compile(r"https://([\w.-]+):(\d{1,5})")  # of a server that others started: its host and its port
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def nodes_of(engine: Servers) -> int:
+    """Hosts that one replica is spread over, each with a process of its server."""
+    return engine.options.get(NODES, 1) if isinstance(engine, OptionServers) else 1
 
 
 def option_problems(config: Config) -> Iterator[str]:
@@ -32,6 +37,32 @@ def option_problems(config: Config) -> Iterator[str]:
             yield f"{ENGINE_OPTIONS}.{name}: null is no value; leave it out, or write false for a switch that is on"
     if (ranks := engine.options.get(SPLIT, 1)) is True or not isinstance(ranks, int) or ranks < 1:
         yield f"{ENGINE_OPTIONS}.{SPLIT}={ranks!r}: allowed are integers from 1 on"
+    elif (nodes := engine.options.get(NODES, 1)) is True or not isinstance(nodes, int) or nodes < 1 or ranks % nodes:
+        allowed = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        yield f"{ENGINE_OPTIONS}.{NODES}={nodes!r} with {SPLIT}={ranks}: each host has as many ranks; allowed are {allowed}"
+    elif nodes > 1:
+        yield from _spanning_problems(config, engine, f"{ENGINE_OPTIONS}.{NODES}={nodes}")
+
+
+def _spanning_problems(config: Config, engine: OptionServers, said: str) -> Iterator[str]:
+    """Replicas that span several hosts."""
+    if isinstance(engine, Sglang):
+        yield f"{said}: only vLLM's servers span hosts here; allowed is rollout.engine.kind=vllm, or {NODES}=1"
+    executor = engine.options.get("distributed_executor_backend", "mp")
+    if executor != "mp":
+        yield (
+            f"{ENGINE_OPTIONS}.distributed_executor_backend={executor!r} with {NODES}: Slipstream starts the process of each host; "
+            "allowed is mp"
+        )
+    if config.launch.colocated:
+        yield f"{said} with launch.kind=colocated: servers share one host's devices with the learner there; allowed is 1"
+    if engine.external:
+        yield f"{said} with {SERVERS} that names servers of others: `slipstream serve` is one process; allowed is 1"
+    if config.evaluation.every:
+        yield (
+            f"{said} with evaluation.every={config.evaluation.every}: the server of such evaluations has one host; allowed is "
+            "evaluation.every=0"
+        )
 
 
 def external_problems(config: Config) -> Iterator[str]:

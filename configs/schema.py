@@ -105,13 +105,13 @@ class Servers(Section, frozen=True):
 
 
 ENGINE_OPTIONS = "rollout.engine.options"
-SPLIT = "tensor_parallel_size"  # the option that says over how many GPUs a replica is split
+SPLIT, NODES = "tensor_parallel_size", "nnodes"  # options: over how many GPUs a replica is split, and on how many hosts
 
 
 class OptionServers(Servers, frozen=True):
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the server's own command line, by their names with underscores, for example `{tensor_parallel_size: 2}`, which
-    splits a replica over two GPUs, or `{max_num_batched_tokens: 8192}`. Those that other keys set are refused."""
+    splits a replica over two GPUs, on `nnodes` hosts, or `{max_num_batched_tokens: 8192}`. Those of other keys are refused."""
 
     @property
     def tensor_parallel(self) -> int:
@@ -121,7 +121,7 @@ class OptionServers(Servers, frozen=True):
     @property
     def passed_on(self) -> dict[str, Any]:
         """The options that only the server reads."""
-        return {name: value for name, value in self.options.items() if name != SPLIT}
+        return {name: value for name, value in self.options.items() if name not in (SPLIT, NODES)}
 
 
 class Vllm(OptionServers, frozen=True, tag_field="kind", tag="vllm"):

@@ -23,7 +23,8 @@ from msgspec import structs
 from ..common.modelscope import local_folder
 from ..common.owned_folders import PRIVATE_VARIABLE, private_folder, temporary_environment
 from ..configs import Config
-from ..configs.engine_checks import SERVERS, URL, is_server_url
+from ..configs.engine_checks import SERVERS, URL, is_server_url, nodes_of
+from ..configs.schema import ENGINE_OPTIONS, NODES
 from ..errors import ConfigError
 from ..learner.hub import require_model
 from ..rollout.engines.access import ServerFiles
@@ -42,6 +43,11 @@ def serve_engine(config: Config, address: str, keys: str, tell: Callable[[str], 
         raise ConfigError(
             "launch.kind=colocated: servers sleep there on the devices of a learner, and this one is by itself; allowed are local, "
             "ray and ray_cluster"
+        )
+    if (nodes := nodes_of(config.rollout.engine)) > 1:
+        raise ConfigError(
+            f"{ENGINE_OPTIONS}.{NODES}={nodes}: `slipstream serve` is the process of one host; allowed is 1, or a run that starts "
+            "its own servers"
         )
     require_model(config.model.path, "model.path")
     from ..rollout.engines import registry as servers

@@ -26,6 +26,7 @@ import psutil
 from .. import __version__
 from ..common import accelerator
 from ..configs import Config, check
+from ..configs.engine_checks import nodes_of
 from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, HubError
@@ -156,7 +157,8 @@ def engine(inputs: RunInputs) -> str:
     servers.check_options(config)
     if kind == "vllm" and on_cpu and shutil.which("lscpu") is None:
         raise ConfigError("rollout.engine.kind: vllm on CPU needs the program `lscpu` on the PATH (package util-linux)")
-    return f"{kind} on {'CPU' if on_cpu else 'GPU'}, {others or f'replicas: {chosen.count}'}"
+    replicas = f"replicas: {chosen.count}" + (f", each over {nodes_of(chosen)} hosts" if nodes_of(chosen) > 1 else "")
+    return f"{kind} on {'CPU' if on_cpu else 'GPU'}, {others or replicas}"
 
 
 def devices(inputs: RunInputs) -> str:
@@ -204,7 +206,8 @@ def ports(inputs: RunInputs) -> str:
         return "checked on the hosts where Ray places the roles"
     from .supervisor.processes import role_names
 
-    claimed = claim_ports(first, len(role_names(config)) + len(needs_rendezvous_port(config)))
+    meeting = own_servers(config) if nodes_of(config.rollout.engine) > 1 else 0
+    claimed = claim_ports(first, len(role_names(config)) + len(needs_rendezvous_port(config)) + meeting)
     return f"{claimed[0]} to {claimed[-1]} are free"
 
 

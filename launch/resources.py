@@ -4,7 +4,7 @@ Invariants:
 - Waiting threads must not spin (`OMP_WAIT_POLICY=PASSIVE`), and all processes together use about as many threads as there are
   cores: on two cores, two processes of two spinning threads slow each other down a hundredfold.
 - A GPU is a device of whatever accelerator torch sees (`common/accelerator.py`), also an NPU.
-- With enough GPUs each rank of the learner or of a placed auxiliary model has one, each replica one per rank of its own, and the
+- With enough GPUs each rank of the learner or of a placed auxiliary model has one, each process of a replica one per rank, and the
   accelerator's collectives (NCCL, HCCL, XCCL) transfer the weights. A replica that is added later gets GPUs that are free, or is
   refused.
 - With fewer GPUs roles share them, and gloo transfers the weights: NCCL does not connect two processes on one GPU.
@@ -22,9 +22,11 @@ import msgspec
 
 from ..common import accelerator
 from ..common.accelerator import CollectiveBackend
+from ..common.replica_names import processes_of
 from ..configs import Config
+from ..configs.engine_checks import nodes_of
 from ..configs.reward import ModelReward
-from ..configs.schema import ENGINE_OPTIONS, NO_AUX_PROCESSES, SPLIT, OptionServers, Servers
+from ..configs.schema import ENGINE_OPTIONS, NO_AUX_PROCESSES, NODES, SPLIT, OptionServers, Servers
 from ..errors import ConfigError
 
 AUX_MODEL_KINDS = tuple(NO_AUX_PROCESSES)  # kinds of roles of placed auxiliary models
@@ -50,13 +52,19 @@ def needs_rendezvous_port(config: Config) -> tuple[str, ...]:
 
 
 def ranks_of(engine: Servers) -> int:
-    """Ranks of one replica; each needs a GPU."""
+    """Ranks of one replica, on all its hosts; each needs a GPU."""
     return engine.tensor_parallel if isinstance(engine, OptionServers) else 1
 
 
 def own_servers(config: Config) -> int:
     """Replicas that the run starts itself: none where `rollout.engine.replicas` names servers that others started."""
     return config.rollout.engine.count - len(config.rollout.engine.external)
+
+
+def engine_roles(config: Config) -> list[str]:
+    """The roles of the servers that the run starts itself; one for each host of each."""
+    nodes = nodes_of(config.rollout.engine)
+    return [role for i in range(own_servers(config)) for role in processes_of(f"engine-{i}", nodes)]
 
 
 def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool = False) -> dict[str, int]:
@@ -67,7 +75,8 @@ def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool =
 
     wanted = ranks("learner")
     if engines:
-        wanted |= {f"engine-{i}": ranks_of(config.rollout.engine) for i in range(own_servers(config))}
+        engine = config.rollout.engine
+        wanted |= dict.fromkeys(engine_roles(config), ranks_of(engine) // nodes_of(engine))
     if reward:
         wanted["reward"] = 1
     wanted |= ranks(*AUX_MODEL_KINDS)
@@ -93,7 +102,7 @@ def assign_gpus(
     if largest > available:
         raise ConfigError(
             f"{ENGINE_OPTIONS}.{SPLIT}: a process wants {largest} GPUs, torch sees {available}; "
-            "allowed are at most as many as there are"
+            f"allowed are at most as many as there are, or more over several hosts ({NODES}) with launch.kind=ray_cluster"
         )
     gpus, following = {}, Counter[bool]()
     for role, count in wanted.items():

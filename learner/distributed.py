@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from ..common import accelerator
 from ..common.accelerator import CollectiveBackend
-from ..common.network import address_towards, interface_of
+from ..common.network import address_towards, collective_interface
 from ..errors import ConfigError, LearnerError
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -79,13 +79,11 @@ def _choose_interface() -> None:
     """By default gloo listens on the address that the host's name resolves to, often a loopback one; NCCL and HCCL guess."""
     first, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        interface = interface_of(address_towards(first, int(port)))
+        chosen = collective_interface(address_towards(first, int(port)))
     except OSError as error:
         raise LearnerError(f"there is no route to rank 0 at {first}:{port}: {error}", final=False) from error
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        for name in ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, f"={interface}")  # exactly this one, not all whose names begin like it
+    for name, value in chosen.items():
+        os.environ.setdefault(name, value)
 
 
 def _meet(rank: int, world: int, timeout: timedelta) -> TCPStore:

@@ -93,6 +93,9 @@ KNOWN = re.compile(r"slipstream\.(tests|launch\.env_check)\b")
 XDIST = "import sys;exec(eval(sys.stdin.readline()))"
 """Code of a process that pytest-xdist starts."""
 
+VLLM = ("vllm.", "slipstream.rollout.engines.vllm.")
+"""Modules whose processes load vLLM."""
+
 GATE_FLAG = "--gate"
 """First argument of what is no command but the gate, see `forkgate.py`; the others are its address and its image."""
 
@@ -108,7 +111,7 @@ def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
         return "sglang"
     if command[0] != sys.executable or environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
         return None
-    if (kind == "-m" and what.startswith("vllm.")) or (not kind and what.endswith(PARSERS)):
+    if (kind == "-m" and what.startswith(VLLM)) or (not kind and what.endswith(PARSERS)):
         return "vllm"
     if kind == "-m" and what == "slipstream.launch.cli":
         return "vllm" if _runs_vllm(rest) else "ours"

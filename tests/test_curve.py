@@ -27,13 +27,14 @@ from slipstream.weightsync.plan import AckCollector, WeightAck, send_ack
 
 SOON = 60.0
 SHORT = 0.3  # what a stranger waits: longer than an answer takes
-BUFFER, WORKER, OTHER_WORKER, LEARNER, ENGINE, SUPERVISOR, NOBODY = (make_pair() for _ in range(7))
+BUFFER, WORKER, OTHER_WORKER, LEARNER, ENGINE, SECOND_HOST, SUPERVISOR, NOBODY = (make_pair() for _ in range(8))
 ROLES = {
     "buffer": BUFFER,
     "worker-0": WORKER,
     "worker-1": OTHER_WORKER,
     "learner-0": LEARNER,
     "engine-0": ENGINE,
+    "engine-0.1": SECOND_HOST,
     "supervisor": SUPERVISOR,
 }
 CONFIG = Buffer(max_staleness=1, groups_per_batch=1, group_size=2)
@@ -281,11 +282,12 @@ async def test_an_ack_counts_from_the_engine_that_it_names(monkeypatch: pytest.M
             await send(WORKER, acks.address, expected.receiver, 1)
             with acks.expect("engine-1", 1, 1) as other:
                 await send(ENGINE, acks.address, other.receiver, 0)  # of another replica
+                await send(SECOND_HOST, acks.address, other.receiver, 0)
                 for waiting in (expected, other):
                     with pytest.raises(TimeoutError):
                         async with asyncio.timeout(SHORT):
                             await waiting.complete()
-            await send(ENGINE, acks.address, expected.receiver, 1)
+            await send(SECOND_HOST, acks.address, expected.receiver, 1)  # a rank of the replica on another host
             await expected.complete()
     acks.close()
 

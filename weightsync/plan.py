@@ -8,7 +8,7 @@ Invariants:
 - Tensors travel in the order of `names`; a broadcast cuts them into buckets of at most `bucket_bytes` by a rule both ends share.
 - `checksum` is over the tensors themselves and not over what travelled, so that it proves every transport, `delta` included.
 - An ack counts only for its attempt, rank and version. Every attempt has its own receiver name, so that a late ack of one attempt
-  cannot settle the next. Where the socket is guarded, an ack counts only from the replica that it names.
+  cannot settle the next. Where the socket is guarded, an ack counts only from a process of the replica that it names.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from ..common.accelerator import CollectiveBackend
+from ..common.replica_names import replica_of
 from ..errors import StateError, WeightSyncError
 from ..rpc.client import RpcNotifier
 from ..rpc.security import PeerTable, split_address
@@ -182,7 +183,7 @@ class AckCollector:
 
     async def _add(self, request: RpcRequest[WeightAck]) -> None:
         ack = request.message
-        if request.sender not in (None, ack.receiver.partition("#")[0]):
+        if request.sender is not None and replica_of(request.sender) != ack.receiver.partition("#")[0]:
             return
         if (expected := self._expected.get(ack.receiver)) is not None:
             expected.add(ack)

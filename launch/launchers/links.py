@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 
+from ...common.replica_names import replica_of
 from ...errors import DeadlineExceeded, with_deadline
 
 CONNECT_S = 10.0  # longest time for one connection: several retransmissions of a lost packet
@@ -36,11 +37,13 @@ TALKS: Mapping[str, tuple[str, ...]] = {
 
 def pairs_that_talk(hosts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(who connects, to whom) by the names of roles, of roles on different `hosts`; one pair for each host that connects and each
-    role that listens."""
+    role that listens. Of a server that spans hosts, its own processes connect to all, and others to the first."""
     seen = set[tuple[str, str]]()
     for client, its in hosts.items():
         for server, other in hosts.items():
             talks = server.partition("-")[0] in TALKS.get(client.partition("-")[0], ())
+            if replica_of(server) != server or replica_of(client) == server:
+                talks = replica_of(client) == replica_of(server)
             if talks and its != other and (its, server) not in seen:
                 seen.add((its, server))
                 yield client, server

@@ -84,7 +84,7 @@ class Launcher(Protocol):
         ...
 
     async def reserve_port(self, role: str) -> int:
-        """A second port on the host of `role`. Raises ConfigError where the port is in use."""
+        """A second port on the host of `role`. Raises ConfigError where the port is in use, PlacementLost: its host is lost."""
         ...
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:

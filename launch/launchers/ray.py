@@ -186,7 +186,7 @@ class RayLauncher:
             for role in roles:
                 self._actors[role] = self._bundles[role].actor(self._logs)
             placing, room = self._place_all(roles), f"room for {len(roles)} roles, {self._wishes(roles, cpus)}"
-            hint = f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers"
+            hint = f"the cluster has {ray.cluster_resources()}; ask for fewer or smaller replicas, ranks or workers"
             placed = await with_deadline(PLACE_S, placing, who="the Ray launcher", waits_for=room, hint=hint)
             await self._require_shared({role: placement.host for role, placement in placed.items()})
             return placed
@@ -211,7 +211,10 @@ class RayLauncher:
             remove_placement_group(bundle.group)
 
     async def reserve_port(self, role: str) -> int:
-        return (await self._port(role)).port
+        try:
+            return (await self._port(role)).port
+        except RayActorError as error:
+            raise PlacementLost(f"the place of {role} is lost: {_line(error)}") from error
 
     async def _port(self, role: str) -> Placement:
         reserved = self._actors[role].reserve.remote(not self._many_hosts, self._next_port)

@@ -18,7 +18,7 @@ import msgspec
 from ...common.accelerator import ANYWHERE, CUDA, KINDS, AcceleratorKind
 from ...configs import Config
 from ...configs.reward import ModelReward
-from ...configs.schema import ENGINE_OPTIONS, SPLIT, Fake, parse_size
+from ...configs.schema import ENGINE_OPTIONS, NODES, SPLIT, Fake, parse_size
 from ...errors import ConfigError
 from ..resources import needed_gpus
 from ..supervisor.processes import role_names
@@ -115,7 +115,7 @@ def _packed(needed: Mapping[str, int], gpus: int) -> list[list[str]]:
         if count > gpus:
             raise ConfigError(
                 f"--gpus-per-node: {role} needs {count} GPUs on one node ({ENGINE_OPTIONS}.{SPLIT}); allowed are {count} and "
-                "more"
+                f"more, or a replica over several nodes ({ENGINE_OPTIONS}.{NODES})"
             )
         node = next((i for i, left in enumerate(free) if left >= count), len(free))
         if node == len(free):

@@ -200,7 +200,7 @@ def _silence(role: RoleProcess, now: float) -> str:
 
 def _waits_of(role: RoleProcess, now: float) -> Iterator[RoleWait]:
     """The waits of a running role, aged since it reported them."""
-    if not role.running:
+    if not role.running or role.leader:
         return
     silent = now - role.last_seen
     if not role.waits or role.probe:

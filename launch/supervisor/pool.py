@@ -3,12 +3,13 @@
 Invariants:
 - A role whose restarts are spent leaves while another of its kind is left; the last one ends the run.
 - A role is forgotten once, by the task that watches its process, whatever ended it. Its placement is free then.
+- A server that spans hosts has a process for each; they are started, watched and forgotten together.
 """
 
 from __future__ import annotations
 
 from asyncio import Task
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ...errors import ConfigError, RoleDied
@@ -21,7 +22,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], Task[None]]
 
 
 class RolePool:
-    """What the pools share. `processes` has all roles of the run; each of this pool needs `gpus`."""
+    """What the pools share. `processes` has all roles of the run; each process of this pool needs `gpus`."""
 
     processes: ProcessManager
     launcher: Launcher
@@ -41,8 +42,12 @@ class RolePool:
         """Whether the run must end with the process of `role`, as others would end like it."""
         return False
 
-    async def start(self, name: str, placement: Placement) -> None:
-        """Start the role, and watch it from now on."""
+    def processes_of(self, name: str) -> list[str]:
+        """The roles that `name` consists of, itself the first."""
+        return [name]
+
+    async def start(self, name: str, placements: Mapping[str, Placement]) -> None:
+        """Start the role, with a placement for each of `processes_of`, and watch it from now on."""
         raise NotImplementedError
 
     async def left(self, name: str) -> None:
@@ -52,19 +57,20 @@ class RolePool:
     async def add(self, count: int) -> list[str]:
         """Start `count` more; their names. Raises ConfigError, DeadlineExceeded where there is no room for them."""
         names = self.names(count)
-        placements = await self.launcher.place(dict.fromkeys(names, self.gpus))
+        parts = {name: self.processes_of(name) for name in names}
+        placements = await self.launcher.place({part: self.gpus for name in names for part in parts[name]})
         try:
             for name in names:
-                await self.start(name, placements.pop(name))
+                await self.start(name, {part: placements.pop(part) for part in parts[name]})
         finally:
-            for name in placements:  # one before them could not be started
-                await self.launcher.release(name)
+            for part in placements:  # one before them could not be started
+                await self.launcher.release(part)
         self.view.event(f"{', '.join(names)} added")
         return names
 
     async def watch(self, role: RoleProcess) -> None:
         try:
-            await self.processes.watch([role])
+            await self.processes.watch([self.processes.roles[part] for part in self.processes_of(role.name)])
         except (RoleDied, ConfigError) as error:
             if self.ends_run(role) or not (others := self.others(role.name)):
                 raise
@@ -74,10 +80,12 @@ class RolePool:
         await self.forget(role.name)
 
     async def forget(self, name: str) -> None:
-        """Remove it from the run, and release its placement."""
-        if self.processes.roles.pop(name, None) is None:
+        """Remove it from the run, and release its placements."""
+        parts = [part for part in self.processes_of(name) if self.processes.roles.pop(part, None)]
+        if not parts:
             return
         await self.left(name)
-        self.processes.revoke(name)
-        self.view.status(name, "gone")
-        await self.launcher.release(name)
+        for part in parts:
+            self.processes.revoke(part)
+            self.view.status(part, "gone")
+            await self.launcher.release(part)

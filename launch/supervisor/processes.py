@@ -1,7 +1,7 @@
 """The processes of a run's roles: started, watched, probed, restarted, ended; and what an exit means.
 
 Invariants:
-- The roles of a failure domain live and die together.
+- The roles of a failure domain live and die together: the ranks of the learner, and the processes of a server that spans hosts.
 - A role is restarted `launch.restarts` times, unless a restart would fail in the same way.
 - A role that was asked to end is not restarted.
 - A server that others started is probed, and neither started nor ended. One that fails is missed until it answers again, however
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...buffer.schema import process_names
+from ...common.replica_names import replica_of
 from ...common.tasks import Stopped, run_or_stop
 from ...common.waits import Wait
 from ...configs import Config
@@ -34,7 +35,7 @@ from ...monitor.terminal import View
 from ...rollout.engines.access import ServerAccess
 from ...rollout.engines.http_client import HttpClient, is_healthy
 from ..launchers.local import KILL_S, PLACE_S, Launcher, Placement, PlacementLost, ProcessHandle
-from ..resources import own_servers, ranks_by_kind
+from ..resources import engine_roles, ranks_by_kind
 from .external import UNWELL, ExternalServer
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,9 @@ class RoleProcess:
     arguments: tuple[str, ...] = ()
     probe: tuple[str, str] | None = None  # URL and path at which a server without heartbeats answers while it is well
     external: ExternalServer | None = None  # a server that others started
+    leader: str = (
+        ""  # the role whose answers are this one's signs of life, of a server that spans hosts; empty for its own
+    )
     on_ready: Callable[[], None] = lambda: None  # its process has answered the first probe
     on_end: Callable[[], None] = lambda: None  # its process has ended
     process: ProcessHandle | None = None
@@ -168,7 +172,7 @@ class ProcessManager:
                 command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", role.name, *role.arguments]
                 role.process = await self.launcher.start(role.name, command, role.environment)
             role.last_seen = time.monotonic()  # only now: its host may have taken long to answer
-            role.deadline = role.last_seen + start_s
+            role.deadline = float("inf") if role.leader else role.last_seen + start_s
             role.waits, role.stuck_at = (), ""
             started = f"started, pid {role.process.pid}"
             self.view.status(role.name, f"at {role.external.url}" if role.external else started)
@@ -183,11 +187,16 @@ class ProcessManager:
                     placement = await run_or_stop(self.launcher.move(role.name), role.ending)
                 break
             except PlacementLost as none:
-                if role.kind not in SPARE or not any(other.running for other in self.of_kind(role.kind)):
+                if not self._spared(role):
                     raise
                 log.warning("%s; the run goes on without it", none)
         if self.moved is not None:
             await self.moved(role.name, placement)
+
+    def _spared(self, role: RoleProcess) -> bool:
+        """Whether the run goes on without `role` for now."""
+        others = [one for one in self.of_kind(role.kind) if replica_of(one.name) != replica_of(role.name)]
+        return role.kind in SPARE and any(one.running for one in others)
 
     async def watch(self, domain: Sequence[RoleProcess]) -> None:
         """Return when all roles of a failure domain ended well; when one fails, restart all of them. Raises ConfigError where one
@@ -307,11 +316,10 @@ class ProcessManager:
 
 def role_names(config: Config) -> list[str]:
     """The processes of a training run. Each listens on one port at most; ranks of an auxiliary model share one more."""
-    engines = [f"engine-{i}" for i in range(own_servers(config))]
     models = [f"{kind}-{i}" for kind, ranks in ranks_by_kind(config).items() for i in range(ranks)]
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
     reward = ["reward"] if isinstance(config.reward, ModelReward) else []
-    return [*engines, *process_names(config.buffer.shards), *models, *workers, "evaluator", *reward]
+    return [*engine_roles(config), *process_names(config.buffer.shards), *models, *workers, "evaluator", *reward]
 
 
 def log_size(log_file: Path) -> int:

@@ -9,6 +9,8 @@ Invariants:
 - Removing a replica loses no tokens: its requests are aborted, and continue elsewhere from the tokens that they have.
 - A replica that goes on giving false replies is ended and started again like one that died. Reports about that process change
   nothing any more.
+- A server that spans hosts is one replica: `engine-0`, which answers, and `engine-0.1` and so on, one for each other host. They are
+  one failure domain, and the head's answers are the signs of life of all.
 - A server may answer and compute nothing: one that `MAX_MISSED_PUSHES` pushes in a row do not reach is restarted.
 - A server that others started (`external.py`) is neither started nor ended: where another is restarted, it is missed, and where
   another is ended, it is let go.
@@ -16,12 +18,14 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...configs.engine_checks import SERVERS
+from ...common.replica_names import processes_of, replica_of
+from ...configs.engine_checks import SERVERS, nodes_of
 from ...errors import ConfigError, DeadlineExceeded, EngineError, with_deadline
 from ...monitor.terminal import View
 from ...rollout.engines.http_engine import HttpEngine
@@ -49,13 +53,14 @@ class ReplicaManager(RolePool):
     environment: Callable[[str, Placement], dict[str, str]]  # of a role with a placement
     make_engine: Callable[[ReplicaInfo], HttpEngine]  # a client of a replica
     probe_path: str  # where an engine answers while it is well
-    gpus: int  # of one replica
+    gpus: int  # of one process of a replica
     pushed: bool  # a learner pushes weights; without one a replica serves version 0 as soon as it answers
     scheme: str = "http"  # or `https`
 
     def __post_init__(self) -> None:
         self._state = FleetState(self.publish)
         self.suspicion = FleetSuspicion()
+        self._placements = dict[str, Placement]()  # of each process
         self._liars: dict[str, tuple[int, str]] = {}  # the last process of a replica that was ended for lying, and why
 
     @property
@@ -69,17 +74,22 @@ class ReplicaManager(RolePool):
     def others(self, name: str) -> list[str]:
         return self._state.others(name)
 
-    async def begin(self, placements: dict[str, Placement], spawn: Spawn) -> None:
+    def processes_of(self, name: str) -> list[str]:
+        return processes_of(name, nodes_of(self.processes.config.rollout.engine))
+
+    async def begin(self, placements: Mapping[str, Placement], spawn: Spawn) -> None:
+        """Start the first replicas, whose processes have `placements`."""
         self.spawn = spawn
-        for name, placement in placements.items():
-            await self.start(name, placement)
+        for name in placements:
+            if replica_of(name) == name:
+                await self.start(name, {part: placements[part] for part in self.processes_of(name)})
 
     async def attach(self, servers: Mapping[str, ExternalServer]) -> None:
         """Servers that others started join the run, by these names, the first of it."""
         self.names(len(servers))
         for name, server in servers.items():
             role = RoleProcess(name, external=server, on_ready=functools.partial(self._take, name))
-            await self._begin(role, server.url)
+            await self._begin(server.url, role)
 
     # --- commands -------------------------------------------------------------------------------------------------
 
@@ -95,10 +105,11 @@ class ReplicaManager(RolePool):
         """Drain and end a replica. Returns at once; it leaves the fleet when its process has ended. Raises ConfigError where there
         is no such replica, or no other could take its requests."""
         self._state.drain(name)
-        info, role = self._state.replica(name), self.processes.roles[name]
+        info, roles = self._state.replica(name), [self.processes.roles[part] for part in self.processes_of(name)]
         assert info is not None
-        role.ending.set()
-        self.spawn(self._retire(info, role))
+        for role in roles:
+            role.ending.set()
+        self.spawn(self._retire(info, roles))
 
     def certified(self, name: str, certificate: str) -> None:
         """The process of a replica that is starting has this certificate."""
@@ -173,33 +184,62 @@ class ReplicaManager(RolePool):
 
     # --- one replica ----------------------------------------------------------------------------------------------
 
-    async def start(self, name: str, placement: Placement) -> None:
-        url = f"{self.scheme}://{placement.address}"
-        environment, ready = self.environment(name, placement), functools.partial(self._ready, name)
-        await self._begin(RoleProcess(name, environment, ("--listen", placement.address), on_ready=ready), url)
+    async def start(self, name: str, placements: Mapping[str, Placement]) -> None:
+        self._placements |= placements
+        head = RoleProcess(name, on_ready=functools.partial(self._ready, name))
+        followers = (RoleProcess(part, leader=name) for part in placements if part != name)
+        await self._begin(self._url(name), head, *followers)
 
-    async def _begin(self, role: RoleProcess, url: str) -> None:
+    async def _begin(self, url: str, head: RoleProcess, *followers: RoleProcess) -> None:
         """A replica at `url` is part of the run from now on."""
-        name = role.name
-        role.probe, role.on_end = (url, self.probe_path), functools.partial(self._state.died, name)
-        role.served = False if self.pushed else None
-        self.processes.roles[name] = role
+        name = head.name
+        head.probe, head.on_end = (url, self.probe_path), functools.partial(self._state.died, name)
+        head.served = False if self.pushed else None
+        self.processes.roles |= {role.name: role for role in (head, *followers)}
         self._state.join(name, url)
         try:
-            await self.processes.start(role)
+            if head.external is None:
+                await self._arrange(name)
+            await self.processes.start(head, *followers)
         except BaseException:
             await self.forget(name)
             raise
-        self.spawn(self.watch(role))
+        self.spawn(self.watch(head))
 
-    def moved(self, name: str, placement: Placement) -> None:
-        """Its next process starts at another place."""
-        role, url = self.processes.roles[name], f"{self.scheme}://{placement.address}"
-        role.environment = self.environment(name, placement)
-        role.arguments, role.probe = ("--listen", placement.address), (url, self.probe_path)
-        self._state.moved(name, url)
+    def _url(self, name: str) -> str:
+        return f"{self.scheme}://{self._placements[name].address}"
+
+    async def _arrange(self, name: str) -> None:
+        """Give the processes of a replica their places, and those of several hosts a port where they meet."""
+        parts, meet = self.processes_of(name), ()
+        if len(parts) > 1:
+            port = await self.launcher.reserve_port(name)
+            meet = ("--meet", f"{self._placements[name].host}:{port}")
+        for part in parts:
+            role, placement = self.processes.roles[part], self._placements[part]
+            role.environment, role.arguments = (
+                self.environment(part, placement),
+                ("--listen", placement.address, *meet),
+            )
+
+    async def moved(self, part: str, placement: Placement) -> None:
+        """The next process of a replica, or of one of its hosts, starts at another place."""
+        name, role = replica_of(part), self.processes.roles[part]
+        self._placements[part] = placement
+        if part != name:  # the others meet where they did
+            role.environment = self.environment(part, placement)
+            role.arguments = ("--listen", placement.address, *role.arguments[2:])
+            return
+        role.probe = self._url(name), self.probe_path
+        await self._arrange(name)
+        self._state.moved(name, self._url(name))
 
     def _ready(self, name: str) -> None:
+        for part in self.processes_of(name):
+            role = self.processes.roles.get(part)
+            if role is not None and role.leader:
+                role.ready.set()  # so that the loss of its host is no failure to start
+                self.view.status(part, "ready")
         if (info := self._state.replica(name)) is not None:
             self._state.answers(name, info.incarnation)
             if not self.pushed:
@@ -226,13 +266,13 @@ class ReplicaManager(RolePool):
         elif not why:
             self._ready(info.name)
 
-    async def _retire(self, info: ReplicaInfo, role: RoleProcess) -> None:
-        if role.ready.is_set():
+    async def _retire(self, info: ReplicaInfo, roles: Sequence[RoleProcess]) -> None:
+        if roles[0].ready.is_set():
             try:
                 await self._abort_requests(info)
             except Exception as error:  # its requests fail with their connections; no command may end the run
                 log.warning("%s did not abort its requests: %s", info.name, error)
-        await self.processes.stop(role, END_S)
+        await asyncio.gather(*(self.processes.stop(role, END_S) for role in roles))
 
     async def _abort_requests(self, info: ReplicaInfo, *, resume: bool = False) -> None:
         engine = self.make_engine(info)
@@ -246,4 +286,6 @@ class ReplicaManager(RolePool):
             await engine.close()
 
     async def left(self, name: str) -> None:
+        for part in self.processes_of(name):
+            self._placements.pop(part, None)
         self._state.gone(name)

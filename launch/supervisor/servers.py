@@ -15,12 +15,15 @@ from msgspec import structs
 
 from ...common.modelscope import local_folder
 from ...common.owned_folders import PRIVATE_VARIABLE, temporary_environment
+from ...common.replica_names import node_rank, replica_of
 from ...rollout.engines.access import ServerFiles
+from ...rollout.engines.launch_common import ServerNode
 from ..peers import is_guarded, request_access
 from ..run_context import RunContext
 
 
-def become_engine(context: RunContext, index: int, listen: str) -> None:
+def become_engine(context: RunContext, name: str, listen: str, meet: str) -> None:
+    """`name` is a replica, or one of its hosts, whose processes meet at `meet`."""
     from ...rollout.engines import registry as servers
 
     config, model = context.config, context.config.model
@@ -28,9 +31,16 @@ def become_engine(context: RunContext, index: int, listen: str) -> None:
         config, model=structs.replace(model, path=local_folder(model.path, "model.path", weights=True))
     )
     host, _, port = listen.rpartition(":")
-    files = server_files(context, f"engine-{index}", host)
-    arguments = servers.command(config, host, int(port), seed=config.seed + index, files=files)
-    _become(arguments, servers.environment(config))
+    node = _node(name, meet) if meet else None
+    files = None if node and node.rank else server_files(context, name, host)  # only the first answers requests
+    index = int(replica_of(name).partition("-")[2])
+    arguments = servers.command(config, host, int(port), seed=config.seed + index, files=files, node=node)
+    _become(arguments, servers.environment(config, host if node else ""))
+
+
+def _node(name: str, meet: str) -> ServerNode:
+    host, _, port = meet.rpartition(":")
+    return ServerNode(node_rank(name), host, int(port))
 
 
 def become_reward(context: RunContext) -> None:

@@ -43,6 +43,7 @@ import msgspec
 from ...buffer.schema import BUFFER, process_names
 from ...common.accelerator import CollectiveBackend
 from ...common.owned_folders import SHARED_MEMORY, WEIGHTS, sweep
+from ...common.replica_names import replica_of
 from ...common.tasks import Stopped, run_or_stop
 from ...configs import Config
 from ...configs.schema import Fake
@@ -262,8 +263,9 @@ class Supervisor:
                 if name == "reward":
                     role.probe = context.addresses.reward, "/health"
         self._workers.prepare({name: self._placements[name] for name in names if name.startswith("worker-")})
-        engines = replicas.names(sum(name.startswith("engine-") for name in names))
-        await replicas.begin({name: self._placements[name] for name in engines}, spawn)
+        engines = {name: self._placements[name] for name in names if name.startswith("engine-")}
+        replicas.names(len({replica_of(name) for name in engines}))
+        await replicas.begin(engines, spawn)
         await replicas.attach(external)
         await plan(spawn)
 
@@ -306,7 +308,7 @@ class Supervisor:
         self._placements[name] = placement
         kind = name.partition("-")[0]
         if kind == "engine":
-            replicas.moved(name, placement)
+            await replicas.moved(name, placement)
         elif kind == "worker":
             self._workers.placements[name] = placement
         elif kind in RANKED:

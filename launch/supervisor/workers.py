@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -86,10 +86,10 @@ class WorkerManager(RolePool):
         self.require_room(len(self.placements) + count)
         return await super().add(count)
 
-    async def start(self, name: str, placement: Placement) -> None:
-        self.placements[name] = placement
+    async def start(self, name: str, placements: Mapping[str, Placement]) -> None:
+        self.placements |= placements
         await self.changed((*self.placements,))
-        role = self.processes.roles[name] = RoleProcess(name, self.environment(name, placement))
+        role = self.processes.roles[name] = RoleProcess(name, self.environment(name, placements[name]))
         try:
             await self.processes.start(role)
         except BaseException:

@@ -1,9 +1,12 @@
-"""What the launch of every kind of server shares: KV cache memory, offline models, threads on CPU."""
+"""What the launch of every kind of server shares: KV cache memory, offline models, threads on CPU, hosts."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
+from ...common.network import collective_interface
 from ...configs.schema import parse_memory
 from ...errors import ConfigError
 
@@ -11,6 +14,21 @@ CPU_THREADS = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }  # one thread a process: more spin against each other
+
+
+class ServerNode(NamedTuple):
+    """One of the hosts of a server that spans several."""
+
+    rank: int  # 0 for the one that answers requests
+    host: str  # of rank 0, where all meet
+    port: int
+
+
+def node_environment(host: str) -> dict[str, str]:
+    """Environment variables of one of the hosts of a server that spans several, by the host's address: vLLM would guess it,
+    and gloo would listen on the one of the host's name, often of loopback. Interfaces that the user has chosen win."""
+    interfaces = {name: os.environ.get(name, value) for name, value in collective_interface(host).items()}
+    return {"VLLM_HOST_IP": host, **interfaces}
 
 
 def hub_environment(path: str) -> dict[str, str]:

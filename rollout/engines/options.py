@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ...configs.schema import ENGINE_OPTIONS as KEY
-from ...configs.schema import SPLIT
+from ...configs.schema import NODES, SPLIT
 from ...errors import ConfigError
 
 SCRIPT = Path(__file__).with_name("parse_options.py")
@@ -56,7 +56,7 @@ def owned_arguments(by_key: Mapping[str, str], *, needed: Sequence[str], unsuppo
     """Arguments that are refused, and why: those that a key of ours sets, those that Slipstream `needed` as it sets them, and those
     with which weights would not reach all of a replica. What all servers have is among them."""
     keys = {"host": "launch.kind", "port": "launch.ports.first", "dtype": "model.dtype", "seed": "seed", **by_key}
-    keys["tensor-parallel-size"] = f"{KEY}.{SPLIT}"
+    keys["tensor-parallel-size"], keys[NODES] = f"{KEY}.{SPLIT}", f"{KEY}.{NODES}"
     private = ("served-model-name", "api-key", "ssl-certfile", "ssl-keyfile", "ssl-ca-certs")
     return {
         **{name: f"{key} sets this argument" for name, key in keys.items()},

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from ...configs.schema import Config, Fake, OptionServers, Servers, Sglang, Transformers, Vllm
 from .access import ServerFiles
+from .launch_common import ServerNode, node_environment
 from .options import check_by_parser
 from .server import launch as own_server
 from .sglang import launch as sglang_server
@@ -19,16 +20,30 @@ LOOPBACK = "127.0.0.1"  # the address of a server that only this host uses
 LAUNCHES = {Vllm: vllm_server, Sglang: sglang_server, Transformers: own_server, Fake: own_server}
 
 
-def command(config: Config, host: str, port: int, *, seed: int, files: ServerFiles | None = None) -> list[str]:
+def command(
+    config: Config,
+    host: str,
+    port: int,
+    *,
+    seed: int,
+    files: ServerFiles | None = None,
+    node: ServerNode | None = None,
+) -> list[str]:
     """The command line of a server that listens on `port` of `host`. Replicas need different seeds: with equal ones they sample the
-    same tokens for the members of a group. With `files` only who has a token of the run may use it. Raises ConfigError: the kind is
+    same tokens for the members of a group. With `files` only who has a token of the run may use it. `node` is for a server that
+    spans hosts: all its processes have the same seed, and those of ranks above 0 do not listen. Raises ConfigError: the kind is
     not installed, or does not support this config."""
+    if node is not None:  # `configs.engine_checks` refuses other kinds
+        return vllm_server.command(config, host, port, seed=seed, files=files, node=node)
     return LAUNCHES[type(config.rollout.engine)].command(config, host, port, seed=seed, files=files)
 
 
-def environment(config: Config) -> dict[str, str]:
-    """Environment variables that the server needs in addition to the caller's."""
+def environment(config: Config, host: str = "") -> dict[str, str]:
+    """Environment variables that the server needs in addition to the caller's. `host` is this host's address, for a server that
+    spans several."""
     variables = LAUNCHES[type(config.rollout.engine)].environment(config)
+    if host:
+        variables |= node_environment(host)
     return variables | {"PYTHONSAFEPATH": "1"}  # `python -P`, also for the processes that a server starts
 
 

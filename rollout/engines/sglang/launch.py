@@ -59,8 +59,10 @@ OWNED = owned_arguments(
         "disable-priority-preemption",
         "config",
         "admin-api-key",
+        "node-rank",
+        "dist-init-addr",
     ),
-    unsupported=("pipeline-parallel-size", "data-parallel-size", "nnodes", "node-rank", "dist-init-addr"),
+    unsupported=("pipeline-parallel-size", "data-parallel-size"),
 )
 PYTHON = "SLIPSTREAM_SGLANG_PYTHON"  # environment variable that names the Python that has SGLang
 PROBE_S = 60.0  # longest wait for the other Python to list its packages; it takes 0.1 s

@@ -3,6 +3,7 @@
 Invariants:
 - A server listens at the given host and port only, logs warnings only, and sends no usage statistics.
 - On CPU a server uses one thread per process.
+- Of a server that spans hosts, only the process of the first one takes requests. The others (`follower`) have the same arguments.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from ....configs.backends import REPLAY
+from ....configs.engine_checks import nodes_of
 from ....configs.schema import ENGINE_OPTIONS, Config, Vllm
 from ....errors import ConfigError
 from ..access import ServerFiles, TokenGuard
 from ..http_client import SERVER_KEEPALIVE_S
-from ..launch_common import CPU_THREADS, hub_environment, kv_memory, refuse_sleep_on_cpu
+from ..launch_common import CPU_THREADS, ServerNode, hub_environment, kv_memory, refuse_sleep_on_cpu
 from ..options import arguments_of, owned_arguments, refuse_owned
 from .plugin import BACKEND
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` command is broken in the wheel for CPU
+FOLLOWER = f"{__package__}.follower"
 # `gpu-memory-utilization` beside a size for the KV cache. vLLM uses the size, but refuses to start where its default share, 0.92,
 # is not free: on a GPU that other processes use, too.
 NOMINAL_SHARE = 0.01
@@ -49,6 +52,9 @@ OWNED = owned_arguments(
         "uds",
         "root-path",
         "config",
+        "node-rank",
+        "master-addr",
+        "master-port",
     ),
     unsupported=(
         "pipeline-parallel-size",
@@ -67,7 +73,15 @@ SPECULATION = (
 CPU_BLOCK = 32  # tokens per KV block on CPU: vLLM's default of 128 shares no prefix of short prompts
 
 
-def command(config: Config, host: str, port: int, *, seed: int = 0, files: ServerFiles | None = None) -> list[str]:
+def command(
+    config: Config,
+    host: str,
+    port: int,
+    *,
+    seed: int = 0,
+    files: ServerFiles | None = None,
+    node: ServerNode | None = None,
+) -> list[str]:
     """See `registry.command`. Options of the config come last: they replace what Slipstream has chosen for CPUs."""
     engine = _engine(config)
     refuse_owned(engine.passed_on, OWNED)
@@ -102,12 +116,21 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
     if config.launch.colocated:
         refuse_sleep_on_cpu("vLLM", cpu=cpu)
         switches.append("--enable-sleep-mode")
-    line = command_line(arguments, *switches, cpu=cpu, files=files)
+    module = MODULE
+    if node is not None:
+        where = {"node-rank": node.rank, "master-addr": node.host, "master-port": node.port}
+        arguments |= {"nnodes": nodes_of(engine), **where}
+        module = FOLLOWER if node.rank else MODULE
+    line = command_line(arguments, *switches, cpu=cpu, files=files, module=module)
     return [*line, *arguments_of(engine.passed_on)]
 
 
 def command_line(
-    arguments: Mapping[str, object], *switches: str, cpu: bool, files: ServerFiles | None = None
+    arguments: Mapping[str, object],
+    *switches: str,
+    cpu: bool,
+    files: ServerFiles | None = None,
+    module: str = MODULE,
 ) -> list[str]:
     """The command line of a server with these arguments and switches, and those of every vLLM server of a run."""
     common = {
@@ -122,7 +145,7 @@ def command_line(
     if files is not None and files.tls:
         common |= {"ssl-certfile": files.certificate, "ssl-keyfile": files.key}
     named = (f"--{name}={value}" for name, value in {**arguments, **common}.items())
-    return [sys.executable, "-m", MODULE, *named, *switches]
+    return [sys.executable, "-m", module, *named, *switches]
 
 
 def environment(config: Config) -> dict[str, str]:
