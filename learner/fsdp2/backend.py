@@ -330,7 +330,7 @@ class Fsdp2Backend(Backend, Fsdp2Model):
         square = torch.nn.utils.get_total_norm(local).square()
         dist.all_reduce(square)
         factor = (self._clip_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(local, factor)
+        torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateImportUsage]
         return math.sqrt(float(square))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
