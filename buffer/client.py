@@ -14,7 +14,7 @@ Invariants:
   its later ones.
 - A shard is a buffer with a part of every batch and of the groups that may be outstanding. The parts add up to the whole, and so do
   the ledgers: the bound, the accounts and what survives a kill are those of each process by itself.
-- A worker's requests for leases never add up to more groups than it had room for when it sent the newest of them.
+- A worker's requests for leases never add up to more groups than the call of `leases` that sent the newest of them asked for.
 """
 
 from __future__ import annotations
