@@ -113,7 +113,7 @@ class FaultRunner:
                 if fault.after_steps:
                     self._wait_for_steps(fault.after_steps)
                 else:
-                    self._sleep(fault.after_s)
+                    self._pause(fault.after_s)
                 self._change(changes, fault.number - 1, recovers=False)
                 self._inject(fault)
             for recovers in (True, False):
@@ -187,6 +187,13 @@ class FaultRunner:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(POLL_S, left))
+
+    def _pause(self, seconds: float) -> None:
+        """Between two faults."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._tend()
+            self._sleep(min(POLL_S, left))
 
     def _new_steps(self) -> int:
         """Steps appended to metrics.jsonl, in complete lines, since the last call."""
@@ -276,6 +283,7 @@ class FaultRunner:
                     process = next((c for c in process.children() if "spawn_main" in " ".join(c.cmdline())), None)
             if process is not None:
                 return process
+            self._tend()
             self._new_steps()
             time.sleep(POLL_S)
         raise DeadlineExceeded("slipstream chaos", f"{fault.victim} to start", self._hang_s, f"see {self._dir}/logs")

@@ -18,7 +18,7 @@ import psutil
 
 from ..buffer.schema import process_names
 from ..configs import Config
-from ..errors import ConfigError, DeadlineExceeded
+from ..errors import ConfigError, DeadlineExceeded, RoleDied
 from ..launch.run_context import ROLE, VARIABLE
 from ..launch.supervisor.control import REPLY_S
 from ..launch.supervisor.factory import CLIENT_FACTORY
@@ -111,7 +111,10 @@ class HostedFaultRunner(FaultRunner):
         self._end(fault, excused=False)
 
     def _tend(self) -> None:
-        self._hosts.revive()
+        try:
+            self._hosts.revive()
+        except ConfigError as error:
+            raise RoleDied(f"a host could not be started again: {error}") from error
 
 
 def node_environments(hosts: int) -> dict[int, dict[str, str]]:

@@ -22,7 +22,7 @@ import msgspec
 
 from ..common import accelerator
 from ..common.accelerator import CollectiveBackend
-from ..common.replica_names import processes_of
+from ..common.replica_names import processes_of, replica_of
 from ..configs import Config
 from ..configs.engine_checks import nodes_of
 from ..configs.reward import ModelReward
@@ -90,7 +90,7 @@ def assign_gpus(
 ) -> GpuAssignment:
     """Assign GPUs 0 to `available - 1`: different ones to each role while there are enough, else round-robin; `colocated` replicas
     begin again with the first, which the learner's ranks have. `collectives` are those of the accelerator. Raises ConfigError
-    where one role needs more than there are."""
+    where one role, or a replica on one host, needs more than there are."""
     for kind in RANKED:
         ranks = sum(role.startswith(f"{kind}-") for role in wanted)
         if ranks > available:
@@ -98,11 +98,14 @@ def assign_gpus(
             raise ConfigError(
                 f"{key}: {ranks} ranks need a GPU each, {collectives.upper()} does not share one; torch sees {available}"
             )
-    largest = max(wanted.values(), default=0)
+    each = Counter[str]()
+    for role, count in wanted.items():
+        each[replica_of(role)] += count
+    largest = max(each.values(), default=0)
     if largest > available:
         raise ConfigError(
-            f"{ENGINE_OPTIONS}.{SPLIT}: a process wants {largest} GPUs, torch sees {available}; "
-            f"allowed are at most as many as there are, or more over several hosts ({NODES}) with launch.kind=ray_cluster"
+            f"{ENGINE_OPTIONS}.{SPLIT}: a replica wants {largest} GPUs, torch sees {available}; "
+            f"allowed are at most as many as there are, or more over several hosts (vLLM's {NODES}) with launch.kind=ray_cluster"
         )
     gpus, following = {}, Counter[bool]()
     for role, count in wanted.items():

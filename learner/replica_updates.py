@@ -54,8 +54,8 @@ class ReplicaUpdates:
     async def publish(self, version: int) -> PushReport | None:
         """Collective. Gather the weights and push them as `version`, which wakes replicas that sleep; the report on rank 0, None on
         the others."""
-        self._before_wake()
         scored = self.score_canary()
+        self._before_wake()
         if self._publisher is None:
             collections.deque(self._backend.named_weights(), maxlen=0)
             return None

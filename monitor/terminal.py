@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from ..common.outcomes import WARN_SHARE, failed_share, failures_text
+from ..common.replica_names import replica_of
 from ..configs import Config
 from .alerts import Alert
 from .metrics import Row
@@ -241,6 +242,8 @@ def _by_kind(status: dict[str, str]) -> dict[str, str]:
         return status
     kinds: dict[str, Counter[str]] = {}
     for role, text in status.items():
+        if replica_of(role) != role:  # a host of a server that is counted already
+            continue
         kinds.setdefault(role.partition("-")[0], Counter())[text] += 1
     return {
         f"{kind} ({counts.total()})": "; ".join(f"{number} {text}" for text, number in counts.most_common(3))

@@ -60,7 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if tiers.is_full(item):
             item.add_marker("full")
-    if [(config.rootpath / path).resolve() for path in config.args] == [ROOT] and not config.getoption("engine", None):
+    some = any(config.getoption(name, None) for name in ("engine", "ignore", "ignore_glob", "lf", "deselect"))
+    if [(config.rootpath / path).resolve() for path in config.args] == [ROOT] and not some:
         config.stash[tiers.ALL] = [tiers.line_of(item) for item in items]
     items.sort(key=tiers.order)
 

@@ -110,7 +110,7 @@ def reserved_ports(count: int) -> list[int]:
                     stack.enter_context(socket.create_server(("127.0.0.1", port)))
             except OSError:
                 continue
-        if not all([keep_port(port) for port in ports]):
+        if not all(keep_port(port) for port in ports):
             continue
         GIVEN.update(ports)
         return ports

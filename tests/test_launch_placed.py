@@ -29,6 +29,7 @@ def test_a_critic_that_is_killed_and_one_that_is_put_elsewhere(tmp_path: Path) -
         "learner.steps=14",
         "learner.checkpoint_every=6",
         "learner.algorithm.overlong=250",  # so that something is earned
+        "launch.heartbeat_s=600",  # more than the learner is suspended
     )
     with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *PLACED, *keys) as going:
         going.until_step(1)

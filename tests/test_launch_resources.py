@@ -100,7 +100,7 @@ def test_without_gpus_no_role_asks_for_one() -> None:
 def test_a_replica_that_does_not_fit_is_named() -> None:
     config = load("qwen3-0.6b", ["rollout.engine.options.tensor_parallel_size=4"])
     with pytest.raises(
-        ConfigError, match=r"rollout\.engine\.options\.tensor_parallel_size: a process wants 4 GPUs, torch sees 2"
+        ConfigError, match=r"rollout\.engine\.options\.tensor_parallel_size: a replica wants 4 GPUs, torch sees 2"
     ):
         assign_gpus(needed_gpus(config, engines=True, learners=True), 2, "nccl")
 
@@ -116,7 +116,7 @@ def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_is_given_to_one_process_though_its_server_does_not_listen_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - 80
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - 400
     code = (
         "from slipstream.launch.launchers import local\n"
         f"local.LOWEST_PORT = {lowest}\n"

@@ -121,7 +121,7 @@ def test_its_hosts_must_reach_each_other_and_only_the_first_is_reached_by_others
     pairs = set(pairs_that_talk(hosts))
     assert {("engine-0", "engine-0.1"), ("engine-0.1", "engine-0"), ("engine-1.1", "engine-1")} <= pairs
     assert ("engine-1", "engine-0.1") not in pairs
-    assert {client for client, server in pairs if server == "engine-1.1"} == {"engine-1"}
+    assert {client for client, server in pairs if server == "engine-1.1"} == {"engine-1", "learner-0"}
     assert {client for client, server in pairs if server == "engine-0"} == {"supervisor", "learner-0", "engine-0.1"}
 
 

@@ -242,7 +242,7 @@ def test_a_heartbeat_repeats_what_a_lost_message_reported(monkeypatch: pytest.Mo
 
 
 def test_of_replicas_only_what_changed_is_sent_at_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat_module, "GATHER_S", 0.5)  # in which this thread gets its turns
+    monkeypatch.setattr(heartbeat_module, "GATHER_S", 2.0)  # in which this thread gets its turns
     with supervised(monkeypatch) as (heart, socket):
         known = {f"engine-{i}": ReplicaReport(f"engine-{i}", 0, 2) for i in range(1000)}
         for name in ("engine-0", "engine-1", "engine-0"):

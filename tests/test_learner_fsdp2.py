@@ -224,9 +224,10 @@ def test_checkpoints_are_whole_replaced_counted_and_pruned(backend, tmp_path):
     assert checkpoints(tmp_path / "nowhere") == []
 
 
-def test_no_stale_weights_after_any_order_of_calls(models, tmp_path):
-    """FSDP keeps the root unit gathered after a forward pass without a backward one; the next forward pass must not see it old."""
-    backend, row = open_backend(models[True]), make_rows(0, 0, 1, 8192)[0]
+@pytest.mark.parametrize("together", [False, True])
+def test_no_stale_weights_after_any_order_of_calls(models, tmp_path, together):
+    """FSDP keeps units gathered after a forward pass without a backward one; the next forward pass must not see them old."""
+    backend, row = open_backend(models[True], together=together), make_rows(0, 0, 1, 8192)[0]
     backend.save(tmp_path / "start", CheckpointState(step=0, version=0)).result(DEADLINE_S)
     (first,) = backend.logprobs([row])
     backend.step([row], LOSS, 1e-2)

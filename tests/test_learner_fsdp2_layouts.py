@@ -91,6 +91,8 @@ def results(model, models, tmp_path_factory) -> Path:
             job("1 whole recomputed", RECOMPUTE, save="from 1 recomputed"),
             job("1 lora", LORA, save="from 1 lora"),
             job("1 bf16", RECOMPUTE, dtype="bfloat16"),
+            job("1 whole together", Fsdp2(device="cpu"), together=True, save="from 1 together"),
+            job("1 whole together, from 1", RECOMPUTE, together=True, first=2, load="from 1 together"),
         ]
     )
     two = [
@@ -128,6 +130,8 @@ def results(model, models, tmp_path_factory) -> Path:
     "name",
     [
         "1 whole recomputed",
+        "1 whole together",
+        "1 whole together, from 1",
         "1 whole from 2 shared",
         "1 lora",
         "1 lora from 2 shared",

@@ -37,13 +37,14 @@ TALKS: Mapping[str, tuple[str, ...]] = {
 
 def pairs_that_talk(hosts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(who connects, to whom) by the names of roles, of roles on different `hosts`; one pair for each host that connects and each
-    role that listens. Of a server that spans hosts, its own processes connect to all, and others to the first."""
+    role that listens. Of a server that spans hosts, its own processes and, for collectives, the learner connect to all, and others
+    to the first."""
     seen = set[tuple[str, str]]()
     for client, its in hosts.items():
         for server, other in hosts.items():
             talks = server.partition("-")[0] in TALKS.get(client.partition("-")[0], ())
             if replica_of(server) != server or replica_of(client) == server:
-                talks = replica_of(client) == replica_of(server)
+                talks = replica_of(client) == replica_of(server) or (talks and client.startswith("learner-"))
             if talks and its != other and (its, server) not in seen:
                 seen.add((its, server))
                 yield client, server

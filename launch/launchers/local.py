@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import random
@@ -115,10 +116,13 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     candidates.sort(key=lambda port: port not in RAY_WORKER_PORTS)  # the last is taken first
     with contextlib.ExitStack() as stack:
         while candidates and len(found) < count:
-            with contextlib.suppress(OSError):
-                stack.enter_context(socket.socket()).bind((host, candidates[-1]))
-                found += [candidates[-1]] * keep_port(candidates[-1])
-            candidates.pop()
+            port, bound = candidates.pop(), stack.enter_context(socket.socket())
+            try:
+                bound.bind((host, port))
+            except OSError:
+                continue
+            if keep_port(port):
+                found.append(port)
     if len(found) == count:
         return found
     raise ConfigError(
@@ -131,13 +135,16 @@ _kept = deque[int]()
 
 
 def keep_port(port: int) -> bool:
-    """Keep a port from other processes that ask, until this one ends or has kept `KEPT_PORTS` more; False where one keeps it. Its
-    name is an abstract one, of which Linux has one in a network namespace, and which goes with its process however that ends."""
+    """Keep a port from all that ask, this process included, until it ends or has kept `KEPT_PORTS` more; False where it is kept
+    already. Its name is an abstract one, of which Linux has one in a network namespace, and which goes with its process however
+    that ends."""
     name = socket.socket(socket.AF_UNIX)
     try:
         name.bind(f"\0slipstream port {port}")
-    except OSError:
+    except OSError as error:
         name.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
         return False
     _kept.append(name.detach())
     if len(_kept) > KEPT_PORTS:

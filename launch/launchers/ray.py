@@ -213,7 +213,7 @@ class RayLauncher:
     async def reserve_port(self, role: str) -> int:
         try:
             return (await self._port(role)).port
-        except RayActorError as error:
+        except (RayActorError, DeadlineExceeded) as error:
             raise PlacementLost(f"the place of {role} is lost: {_line(error)}") from error
 
     async def _port(self, role: str) -> Placement:

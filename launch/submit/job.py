@@ -115,7 +115,7 @@ def _packed(needed: Mapping[str, int], gpus: int) -> list[list[str]]:
         if count > gpus:
             raise ConfigError(
                 f"--gpus-per-node: {role} needs {count} GPUs on one node ({ENGINE_OPTIONS}.{SPLIT}); allowed are {count} and "
-                f"more, or a replica over several nodes ({ENGINE_OPTIONS}.{NODES})"
+                f"more, or a replica over several nodes (vLLM's {ENGINE_OPTIONS}.{NODES})"
             )
         node = next((i for i, left in enumerate(free) if left >= count), len(free))
         if node == len(free):

@@ -12,7 +12,7 @@ from asyncio import Task
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from ...errors import ConfigError, RoleDied
+from ...errors import ConfigError, DeadlineExceeded, RoleDied
 from ...monitor.terminal import View
 from ..launchers.local import Launcher, Placement
 from .processes import ProcessManager, RoleProcess
@@ -71,7 +71,7 @@ class RolePool:
     async def watch(self, role: RoleProcess) -> None:
         try:
             await self.processes.watch([self.processes.roles[part] for part in self.processes_of(role.name)])
-        except (RoleDied, ConfigError) as error:
+        except (RoleDied, ConfigError, DeadlineExceeded) as error:
             if self.ends_run(role) or not (others := self.others(role.name)):
                 raise
             self.view.event(f"{error}; the run goes on with {', '.join(others)}")

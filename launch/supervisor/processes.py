@@ -50,7 +50,10 @@ FINAL = 3  # exit status of a role whose error a restart would repeat
 LOG_TAIL = 256 << 10  # bytes at the end of a log that are searched for an error
 ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
 # Errors that only report another one, of a process that the server started.
-SYMPTOM = re.compile(r"root cause|EngineDeadError|EngineCore encountered an issue", re.IGNORECASE)
+SYMPTOM = re.compile(
+    r"root cause|EngineDeadError|EngineCore encountered an issue|died unexpectedly|connection (?:closed|reset) by peer",
+    re.IGNORECASE,
+)
 BROKEN_INSTALL = re.compile(r"(?:ModuleNotFound|Import|Syntax|Indentation)Error: ")  # errors that every restart repeats
 # Errors that may pass although they came twice: ports, memory and peers become free.
 TRANSIENT = re.compile(
@@ -102,13 +105,14 @@ class RoleProcess:
     def running(self) -> bool:
         return self.process is not None and self.exit_status is None
 
-    def why_no_restart(self, error: str) -> str:
-        """Why another process would end with the same `error`; empty where one may succeed. Call once for each failed process."""
+    def why_no_restart(self, error: str, failed: RoleProcess) -> str:
+        """Why another process would end with the same `error`; empty where one may succeed. Call once for each failed process:
+        `failed`, which is this role's or, of a server that spans hosts, that of one of its others."""
         previous, self.previous_error = self.previous_error, ""
-        if self.exit_status == FINAL:
+        if failed.exit_status == FINAL:
             return "a restart would not help"
         worked = self.ready.is_set() if self.served is None else self.served
-        if worked or self.expected or not error or (self.exit_status or 0) < 0:
+        if worked or failed.expected or not error or (failed.exit_status or 0) < 0:
             return ""
         if BROKEN_INSTALL.match(error):
             return "a restart would not help"
@@ -149,6 +153,8 @@ class ProcessManager:
             if not left:
                 raise PlacementLost(f"{failures[0]}, after it was moved {MOVES} times in a row")
             await asyncio.gather(*(role.process.kill() for role in roles if role.process))
+            for role in roles:  # nobody watches what was killed: from now on it does not run
+                role.process, role.deadline = None, float("inf")
             lost = [(role, one) for role, one in zip(roles, outcomes, strict=True) if isinstance(one, PlacementLost)]
             moves = await asyncio.gather(*(self._move(role, error) for role, error in lost), return_exceptions=True)
             if error := next((one for one in moves if isinstance(one, BaseException)), None):
@@ -185,13 +191,13 @@ class ProcessManager:
             try:
                 with TrackedWait("the supervisor", f"a place for {role.name}", PLACE_S):
                     placement = await run_or_stop(self.launcher.move(role.name), role.ending)
-                break
+                if self.moved is not None:
+                    await self.moved(role.name, placement)
+                return
             except PlacementLost as none:
                 if not self._spared(role):
                     raise
                 log.warning("%s; the run goes on without it", none)
-        if self.moved is not None:
-            await self.moved(role.name, placement)
 
     def _spared(self, role: RoleProcess) -> bool:
         """Whether the run goes on without `role` for now."""
@@ -209,27 +215,40 @@ class ProcessManager:
                     self.view.event(f"{failed.name} at {server.url} is missed until it is back: {failed.error}")
                 await self.start(*domain)
                 continue
-            error = failed.error
-            if not error and (failed.exit_status or 0) >= 0:
-                error = last_error(self._log(failed), failed.log_start)
-            why = f"{failed.name} ended with {describe(failed.exit_status)}" + (f": {error}" if error else "")
+            cause, error = self._cause(failed, domain)
+            said = "" if not error else f": {error}" if cause is failed else f": {cause.name}: {error}"
+            why = f"{failed.name} ended with {describe(failed.exit_status)}{said}"
             if failed.exit_status == ConfigError.exit_code:
                 raise ConfigError(failed.error or why)
-            if failed.process is not None and failed.process.lost and failed.ready.is_set():
-                self.view.event(f"{failed.name} is lost with its host" + (f": {error}" if error else ""))
+            # The others of a server that spans hosts may see the end of a lost one before Ray does.
+            gone = next((role for role in (failed, *domain) if role.process and role.process.lost), None)
+            if gone is not None and gone.ready.is_set() and (gone is failed or gone.leader or failed.leader):
+                self.view.event(f"{gone.name} is lost with its host{said if gone is failed else ''}")
             else:
-                self._count(failed, error, why)
-                self.view.event(f"{why}; restart {failed.restarts} of {restarts}")
+                counted = self._count(failed, error, f"{why}; ", cause)
+                self.view.event(f"{why}; restart {counted} of {restarts}")
             await self.start(*domain)
 
-    def _count(self, failed: RoleProcess, error: str, why: str) -> None:
-        """Count a restart. Raises RoleDied where it would not help, or one too many was counted."""
-        failed.restarts += 1
-        verdict = failed.why_no_restart(error)
-        if not verdict and failed.restarts > self.config.launch.restarts:
+    def _cause(self, failed: RoleProcess, domain: Sequence[RoleProcess]) -> tuple[RoleProcess, str]:
+        """The role of `domain` that says why `failed` ended, and its error: of a server that spans hosts the process that ends
+        first may have seen only that another one does."""
+        if failed.error or (failed.exit_status or 0) < 0:
+            return failed, failed.error
+        others = [role for role in domain if role is not failed and (role.leader or failed.leader)]
+        found = [(role, last_error(self._log(role), role.log_start)) for role in (failed, *others)]
+        return next(((role, error) for role, error in found if error and not SYMPTOM.search(error)), found[0])
+
+    def _count(self, failed: RoleProcess, error: str, why: str, cause: RoleProcess) -> int:
+        """Count a restart, of a server that spans hosts as one of its first process; how many there were. Raises RoleDied where it
+        would not help, or one too many was counted."""
+        counted = self.roles.get(failed.leader, failed)
+        counted.restarts += 1
+        verdict = counted.why_no_restart(error, failed)
+        if not verdict and counted.restarts > self.config.launch.restarts:
             verdict = f"given up after {self.config.launch.restarts} restarts"
         if verdict:
-            raise RoleDied(f"{why}; {verdict}. See {self._log(failed)}")
+            raise RoleDied(f"{why}{verdict}. See {self._log(cause)}")
+        return counted.restarts
 
     async def stop(self, role: RoleProcess, seconds: float) -> None:
         """Ask a role to end; kill it after `seconds`."""

@@ -126,7 +126,9 @@ class Fsdp2Model(ShardedModel):
             context = self._context
             own = rows if context is None else microbatches_of_first(rows, self.device, context.group)
             padded, _ = self._pad_passes(own)
-            return [of_row(row).cpu() for row in padded][: len(rows)]
+            found = [of_row(row).cpu() for row in padded][: len(rows)]
+            self._reshard()  # no backward pass frees what is gathered
+            return found
 
     def close(self) -> None:
         """See `Scorer.close`. Sharded tensors must be freed before the process group, or the exit aborts now and then."""
@@ -142,9 +144,7 @@ class Fsdp2Model(ShardedModel):
         self, form: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], *, only: str = ""
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective. On rank 0 the parameters whose names contain `only`, one layer after the other, converted by `form`."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root stays whole after a forward pass
+        self._reshard()
         with FreedMemory() as freed:
             for unit in self._units():
                 whole: dict[str, torch.Tensor] = {}
@@ -158,6 +158,12 @@ class Fsdp2Model(ShardedModel):
         if self.rank == 0 and not only:
             for name, buffer in form(self._stored_buffers()).items():
                 yield name, buffer.clone()
+
+    def _reshard(self) -> None:
+        """Free what FSDP keeps gathered after a forward pass: the root, and on a single rank every layer."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _units(self) -> list[dict[str, torch.nn.Parameter]]:
         """What is gathered at the same time: a layer, whose parameters may be converted together, or one parameter of no layer."""
