@@ -302,7 +302,7 @@ async def test_a_replica_that_moves_is_at_its_new_address_in_the_fleet(tmp_path:
         replicas = bare_replicas(there.processes, there.launcher, fleets, there.view)
 
         async def moved(name: str, placement: Placement) -> None:
-            replicas.moved(name, placement)
+            await replicas.moved(name, placement)
 
         there.processes.moved = moved
         await replicas.begin(await there.launcher.place({replicas.names(1)[0]: 0}), there.spawn)
