@@ -169,8 +169,9 @@ async def test_a_push_is_sent_as_what_it_changed(publisher: StatePublisher[Fleet
                 sent = await raw.recv()
                 while revision_of(sent) < revision:  # a repetition
                     sent = await raw.recv()
-                assert sent[:1] == CHANGES
-                assert len(sent) < len(encode_state(fleet))
+                if revision > 2:  # the second may be the one that answers this subscription, and is then sent whole
+                    assert sent[:1] == CHANGES
+                    assert len(sent) < len(encode_state(fleet))
             async with StateSubscriber(publisher.address, Fleet()) as late:
                 assert await late.changed(0) == fleet
             fleet = Fleet(12, (*fleet.replicas, ReplicaInfo("engine-1000", "http://10.0.0.1:1")))
