@@ -38,11 +38,11 @@ from ..launch.supervisor.factory import make_backend
 from ..learner.algorithms import advantage_of
 from ..learner.algorithms.estimators import assign_advantages
 from ..learner.batch import TrainBatch, flatten, trainable
-from ..learner.batch_trainer import ENOUGH
+from ..learner.batch_trainer import lacks_comparable
 from ..learner.checkpoint import CheckpointState
 from ..learner.fsdp2 import attention
 from ..learner.fsdp2.backend import Fsdp2Backend
-from ..learner.packing import comparable_tokens, microbatches
+from ..learner.packing import microbatches
 from ..learner.step import PolicyStepper
 from ..monitor.timeline import TimelineWriter
 from .learner_batch import LR, Job, MemoryUse, to_groups
@@ -74,7 +74,7 @@ class Full:
 
     def step(self) -> None:
         sequences = trainable(assign_advantages(flatten(self._groups, 0), self._advantage), 0)
-        fresh = self._fresh if comparable_tokens(sequences) < ENOUGH else []
+        fresh = self._fresh if lacks_comparable(sequences) else []
         self._stepper.step(sequences, self._stepper.plan(sequences), fresh, CheckpointState(step=0, version=0))
 
 

@@ -113,7 +113,7 @@ class FaultRunner:
                 if fault.after_steps:
                     self._wait_for_steps(fault.after_steps)
                 else:
-                    self._pause(fault.after_s)
+                    self._sleep(fault.after_s, self._tend)
                 self._change(changes, fault.number - 1, recovers=False)
                 self._inject(fault)
             for recovers in (True, False):
@@ -183,17 +183,11 @@ class FaultRunner:
     def _tend(self) -> None:
         """Do what a cluster does by itself while a run goes on."""
 
-    def _sleep(self, seconds: float) -> None:
+    def _sleep(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
+            meanwhile()
             time.sleep(min(POLL_S, left))
-
-    def _pause(self, seconds: float) -> None:
-        """Between two faults."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            self._tend()
-            self._sleep(min(POLL_S, left))
 
     def _new_steps(self) -> int:
         """Steps appended to metrics.jsonl, in complete lines, since the last call."""

@@ -41,6 +41,12 @@ host, which launches kernels, their pass costs as much as that of a batch."""
 ENOUGH = 1024
 """Tokens of staleness 0 in a batch that make this needless: the step compares these in its own pass."""
 
+
+def lacks_comparable(batch: TrainBatch) -> bool:
+    """Whether a step on `batch` scores fresh trajectories, too."""
+    return comparable_tokens(batch) < ENOUGH
+
+
 S = TypeVar("S")
 Stepped = tuple[TrainBatch, PolicyStepResult, AuxModelsResult, StepAnnotations]
 
@@ -139,7 +145,7 @@ class BatchTrainer:
         if await self._set_aside(taken, rows):
             return None
         fresh: Sequence[Trajectory] = ()
-        if self._backend.rank == 0 and comparable_tokens(batch) < ENOUGH:
+        if self._backend.rank == 0 and lacks_comparable(batch):
             fresh = await self._buffer.fresh(state.version, FRESH)
         fresh = [row for row in self._replayable(fresh) if not self._why_unusable(row)]  # found when its batch is taken
         whole = await self._filled(batch, rows, fresh)

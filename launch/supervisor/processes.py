@@ -225,7 +225,7 @@ class ProcessManager:
             if gone is not None and gone.ready.is_set() and (gone is failed or gone.leader or failed.leader):
                 self.view.event(f"{gone.name} is lost with its host{said if gone is failed else ''}")
             else:
-                counted = self._count(failed, error, f"{why}; ", cause)
+                counted = self._count(failed, error, why, cause)
                 self.view.event(f"{why}; restart {counted} of {restarts}")
             await self.start(*domain)
 
@@ -247,7 +247,7 @@ class ProcessManager:
         if not verdict and counted.restarts > self.config.launch.restarts:
             verdict = f"given up after {self.config.launch.restarts} restarts"
         if verdict:
-            raise RoleDied(f"{why}{verdict}. See {self._log(cause)}")
+            raise RoleDied(f"{why}; {verdict}. See {self._log(cause)}")
         return counted.restarts
 
     async def stop(self, role: RoleProcess, seconds: float) -> None:

@@ -217,10 +217,8 @@ class ReplicaManager(RolePool):
             meet = ("--meet", f"{self._placements[name].host}:{port}")
         for part in parts:
             role, placement = self.processes.roles[part], self._placements[part]
-            role.environment, role.arguments = (
-                self.environment(part, placement),
-                ("--listen", placement.address, *meet),
-            )
+            role.environment = self.environment(part, placement)
+            role.arguments = ("--listen", placement.address, *meet)
 
     async def moved(self, part: str, placement: Placement) -> None:
         """The next process of a replica, or of one of its hosts, starts at another place."""
