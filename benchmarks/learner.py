@@ -3,6 +3,7 @@
     full      the training loop's step on a batch           bare     forward, backward, AdamW over the same packed rows
     padded    bare, but padded instead of packed            trl      a step of TRL's GRPOTrainer on the same completions
     unshared  full, a group's prompt computed by each member
+    compiled  full with `learner.backend.options=[compile]`, on a GPU
 
 Invariants:
 - Every contender is in processes of its own with one thread each, unless it says otherwise, and they step by turns; on a GPU, which
@@ -37,6 +38,9 @@ GROUPS = {"1M": 8}
 GPU_SHAPE, GPU_BUDGET = Shape(groups=8, longest=2048), 32_768
 """A batch, and tokens of one forward pass, that keep a GPU busy."""
 
+SMALL_BATCH = Shape(groups=2, longest=2048)
+"""One of about 10,000 tokens, for which a GPU waits until the host has launched its kernels."""
+
 CONTENDERS = ("full", "bare", "padded", "two ranks", "two threads", "trl")
 """In the order of a round."""
 
@@ -59,6 +63,7 @@ class Measured(msgspec.Struct, frozen=True):
         seconds: contender -> of its step in each round.
         memory: contender -> memory of each of its processes.
         long_prompt: as `seconds`, of a batch of one group with a long prompt.
+        small_tokens, small: on a GPU as `tokens` and `seconds`, of a small batch.
     """
 
     tokens: int
@@ -66,6 +71,8 @@ class Measured(msgspec.Struct, frozen=True):
     seconds: dict[str, list[float]]
     memory: dict[str, list[MemoryUse]]
     long_prompt: dict[str, list[float]]
+    small_tokens: int = 0
+    small: dict[str, list[float]] = {}
 
 
 async def learner(folder: Path, size: str, shape: Shape | None = None, rounds: int = ROUNDS) -> tuple[Result, ...]:
@@ -83,7 +90,12 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
     names = [name for name in CONTENDERS if _is_here(name)]
     seconds, memory_of = await by_turns(names, batch, model, folder, rounds)
     long_prompt, _ = await by_turns(("full", "unshared"), long, model, folder, rounds)
-    return Measured(tokens_of(batch), fill_of(batch), seconds, memory_of, long_prompt)
+    measured = Measured(tokens_of(batch), fill_of(batch), seconds, memory_of, long_prompt)
+    if accelerator.current() is None:
+        return measured
+    few = make_batch(SMALL_BATCH, vocabulary)
+    small, _ = await by_turns(("full", "compiled", "bare"), few, model, folder, rounds)
+    return msgspec.structs.replace(measured, small_tokens=tokens_of(few), small=small)
 
 
 def _is_here(contender: str) -> bool:
@@ -129,12 +141,23 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
 
     tokens = ANSWERS * (LONG_PROMPT + ANSWER)  # a prompt counts for each answer, however it is computed
     long = {name: [tokens / s for s in took] for name, took in measured.long_prompt.items()}
+    small = {name: [measured.small_tokens / s for s in took] for name, took in measured.small.items()}
     return (
         Result(
             f"{size}: the learner's step over the bare packed one, {measured.tokens} tokens",
             "full",
             "bare",
             (row("full over bare", "full", "bare", "full: credit, packing, loss, metrics, fresh trajectories scored"),),
+        ),
+        *(
+            Result(
+                f"{size}: {name} over the bare packed step, {measured.small_tokens} tokens",
+                name,
+                "bare",
+                (by_rounds(f"{name} over bare", small[name], small["bare"], "tokens/s"),),
+            )
+            for name in small
+            if name != "bare"
         ),
         Result(
             f"{size}: packed over padded to the longest, {measured.fill:.0%} full",

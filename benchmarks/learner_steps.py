@@ -3,6 +3,7 @@
     full      what the training loop does with a batch: credit, rows, loss, FSDP2 step; a look at fresh trajectories if it is small
     unshared  the same, but a prompt is computed for each member of its group
     recorded  as full, every second step with the spans and gauges of a run
+    compiled  as full, with compiled layers
     bare      transformers and torch.optim.AdamW over the same rows with the same attention, nothing around them
     padded    the same again, but over the batch padded to its longest sequence, with an attention mask and standard SDPA
 
@@ -32,7 +33,7 @@ from ..common import accelerator
 from ..common.process import set_parent_death_signal
 from ..common.spans import timed
 from ..configs.algorithm import Algorithm
-from ..configs.backends import Fsdp2
+from ..configs.backends import Fsdp2, Option
 from ..configs.schema import Config, Learner, Model, Optimizer
 from ..launch.supervisor.factory import make_backend
 from ..learner.algorithms import advantage_of
@@ -56,6 +57,8 @@ quickstart's 64."""
 class Full:
     """The training loop's step without the buffer."""
 
+    options: tuple[Option, ...] = ()
+
     def __init__(self, job: Job) -> None:
         algorithm = Algorithm()
         self._groups = to_groups(job.batch)
@@ -63,7 +66,9 @@ class Full:
         config = Config(
             model=Model(path=job.model, dtype=job.dtype),
             learner=Learner(
-                algorithm=algorithm, backend=Fsdp2(tokens_per_microbatch=job.budget), optimizer=Optimizer(lr=LR)
+                algorithm=algorithm,
+                backend=Fsdp2(tokens_per_microbatch=job.budget, options=self.options),
+                optimizer=Optimizer(lr=LR),
             ),
         )
         self._backend = make_backend(config, temperature=1.0)
@@ -107,6 +112,10 @@ class Unshared(Full):
         super().__init__(job)
         assert isinstance(self._backend, Fsdp2Backend)
         self._backend.shares_prefixes = False
+
+
+class Compiled(Full):
+    options = ("compile",)
 
 
 class Plain(ABC):
@@ -197,6 +206,7 @@ CONTENDERS: dict[str, Callable[[Job], Full | Plain]] = {
     "full": Full,
     "recorded": Recorded,
     "unshared": Unshared,
+    "compiled": Compiled,
     "bare": Bare,
     "padded": Padded,
 }

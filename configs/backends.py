@@ -39,8 +39,8 @@ class Fsdp2(Ranks, frozen=True, tag_field="kind", tag="fsdp2"):
     `ranks` and the experts."""
     options: tuple[Option, ...] = ()
     """`recompute`: keep only each layer's input and recompute activations in the backward pass, for less memory and about a third
-    more work. `compile`: torch.compile every layer but its attention; the first steps of a process take minutes. `offload`, not
-    on CPUs: weights, gradients and optimizer state stay in host memory and visit the GPU layer by layer, small ones together.
+    more work. `compile`, without `liger`: torch.compile every layer; the first steps of a process take minutes. `offload`, not on
+    CPUs: weights, gradients and optimizer state stay in host memory and visit the GPU layer by layer, small ones together.
     `liger`, CUDA only: fused kernels of the package liger-kernel for norms, rotary embeddings and feed-forward gates.
     `router_replay`: the routers of a mixture of experts take the experts that the engine's took for the same token
     (arXiv:2510.11370), with weights of their own; engines record them and trajectories carry them. `frozen_vision`, of a model

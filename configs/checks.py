@@ -286,6 +286,11 @@ def _backend(config: Config) -> Iterator[str]:
                 f"{key}.parallel.expert={backend.expert_parallel} with {key}.options=[offload]: divided experts are pushed and "
                 "stored from the accelerator's memory, not the host's; leave one of the two out"
             )
+        if {"compile", "liger"} <= {*backend.options}:
+            yield (
+                f"{key}.options=[compile, liger]: torch.compile cannot trace Liger's kernels and fuses the same itself; "
+                "leave one of the two out"
+            )
         if backend.device == "cpu":
             for option in {"offload", "liger"}.intersection(backend.options):
                 yield f"{key}.options=[{option}] is for GPUs; {key}.device=cpu allows recompute and compile"

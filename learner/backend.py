@@ -121,14 +121,14 @@ class ShardedModel(Scorer):
     _multiple = 1  # passes come in multiples of it
 
     def _pad_passes(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], int]:
-        """Collective. These rows, padded to the largest number on any data rank and to at least one; trained tokens on all ranks.
-        Raises LearnerError where a row trains a token that nothing predicts."""
+        """Collective. These rows, padded to the largest number on any data rank; trained tokens on all ranks. Raises LearnerError
+        where a row trains a token that nothing predicts."""
         if any(bool(row.loss_mask[list(row.cu_seqlens[:-1])].any()) for row in rows):
             raise LearnerError("a packed row trains the first token of a sequence, which nothing predicts")
         trained = sum(int(row.loss_mask.sum()) for row in rows)
         local = torch.tensor([[len(rows), trained]], dtype=torch.float64)
         counts = gather_rows(local, self.device, self._data)
-        count = -(-max(1, int(counts[:, 0].max())) // self._multiple) * self._multiple
+        count = -(-int(counts[:, 0].max()) // self._multiple) * self._multiple
         return [*rows, *[scoring_microbatch([[0]])] * (count - len(rows))], int(counts[:, 1].sum())
 
 

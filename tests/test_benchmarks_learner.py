@@ -176,6 +176,17 @@ def test_ratios_are_of_rates_by_round() -> None:
     assert {row.name: row.ratio for row in memory.rows} == {"one rank over bare": 2.0, "one rank over two ranks": 2.0}
 
 
+def test_a_gpu_has_a_small_batch_too() -> None:
+    one = {"full": [4.0], "bare": [2.0]}
+    small = {"full": [4.0], "compiled": [1.0], "bare": [2.0]}
+    measured = learner.Measured(
+        100, 0.3, one, {"full": [MemoryUse(0, 1)]}, {"full": [1.0], "unshared": [1.0]}, 10, small
+    )
+    ratios = {r.title: r.rows[0].ratio for r in learner.results(measured, "1M") if r.rows}
+    assert ratios["1M: full over the bare packed step, 10 tokens"] == 0.5
+    assert ratios["1M: compiled over the bare packed step, 10 tokens"] == 2.0
+
+
 def run(arm: Arm, seed: int, reward: float, lag: float = 0.0) -> Run:
     points = tuple(Point(64 * n, 2.0 * n, reward * n / 3) for n in range(1, 4))
     return Run(arm=arm, seed=seed, reward=reward, stderr=0.03, lag=lag, points=points)

@@ -417,6 +417,10 @@ def test_a_missing_file_names_the_presets():
             ["learner.backend.parallel.expert=2 with learner.backend.options=[liger]", "leave one of the two out"],
         ),
         (
+            ["learner.backend.options=[compile, liger]"],
+            ["learner.backend.options=[compile, liger]", "leave one of the two out"],
+        ),
+        (
             ["learner.backend.parallel.expert=2", "learner.backend.ranks=2", "learner.backend.options=[offload]"],
             ["learner.backend.parallel.expert=2 with learner.backend.options=[offload]", "leave one of the two out"],
         ),

@@ -110,8 +110,14 @@ def test_three_steps_in_float32_equal_a_plain_loop(model, expected, tmp_path: Pa
 def test_bfloat16_is_as_near_to_float32_as_a_plain_bfloat16_loop(
     model, expected, tmp_path: Path, config: Fsdp2
 ) -> None:
+    from torch._dynamo.utils import counters  # takes seconds
+
+    counters.clear()
     run_on_one_rank([Job(model, 34, str(tmp_path / "out"), config, dtype="bfloat16")])
     assert_bfloat16_noise(load_file(tmp_path / "out"), expected["whole"], expected["bf16"], model)
+    if "compile" in config.options:
+        assert counters["stats"]["unique_graphs"] > 0
+        assert not counters["graph_break"]  # attention is within a layer's graph
 
 
 @pytest.fixture(scope="module")

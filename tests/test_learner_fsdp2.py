@@ -156,6 +156,17 @@ def test_log_probs_equal_transformers_one_sequence_at_a_time(backend, models):
     assert torch.equal(backend.logprobs([trained])[0] != 0, trained.loss_mask)
 
 
+def test_no_row_is_no_pass(backend):
+    """As where a batch compares enough tokens of its own."""
+    passes = []
+    hook = backend._model.register_forward_pre_hook(lambda *_: passes.append(1))
+    assert backend.logprobs([]) == []
+    assert not passes
+    backend.logprobs([scoring_microbatch([[1, 2]])])
+    assert passes
+    hook.remove()
+
+
 def test_named_weights_are_the_state_dict_and_the_callers_own(backend, models):
     state = AutoModelForCausalLM.from_pretrained(models[True], dtype=torch.float32).state_dict()
     weights = dict(backend.named_weights())

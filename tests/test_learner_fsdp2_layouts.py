@@ -183,13 +183,13 @@ def test_an_export_of_adapters_is_the_merged_model(results, expected):
 
 def test_compiled_layers_are_made_once_and_compute_the_same(model, expected, tmp_path, monkeypatch):
     """Dynamo is real; what it makes is run as it is, because a compiler would take a minute."""
-    parts, compile_layer = [], torch.nn.Module.compile
+    parts, make_compiled = [], torch.compile
 
     def as_it_is(graph: torch.fx.GraphModule, _: object):
         parts.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: compile_layer(layer, backend=as_it_is, **how))
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: make_compiled(forward, backend=as_it_is, **how))
     run_on_one_rank([Job(model, 34, str(tmp_path / "out"), Fsdp2(device="cpu", options=("compile", "recompute")))])
     weights = load_file(tmp_path / "out")
     for key in weights.keys() - {"numbers"}:

@@ -110,7 +110,7 @@ def run(job: Job, backend: MegatronBackend) -> None:
             saving = backend.save(Path(job.save), CheckpointState(step=2, version=12))
     if saving is not None:
         saving.result(DEADLINE_S)
-    weights = dict(backend.named_weights())
+    weights = {name: tensor.cpu() for name, tensor in backend.named_weights()}
     assert list(weights) == [name for name, _ in backend.named_weights()]
     if are_adapters(weights):
         weights = dict(merge(weights, base_weights(job.model)))
@@ -357,6 +357,12 @@ def test_named_weights_are_the_files_and_the_callers_own(models):
     for tensor in weights.values():
         tensor.zero_()
     assert all(torch.equal(tensor.cpu(), source[name]) for name, tensor in backend.named_weights())
+    backend.close()
+
+
+def test_no_row_is_no_pass(models):
+    backend = open_backend(models["moe"], Megatron())
+    assert backend.logprobs([]) == []
     backend.close()
 
 

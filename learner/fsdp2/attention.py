@@ -24,7 +24,7 @@ from collections import Counter
 from functools import cached_property
 from inspect import signature
 from itertools import pairwise, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,7 +52,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 Heads = tuple[tuple[int, int], ...]  # of each sequence the range of its prefix in the row; empty where it has its own
 
 
-class SequenceBoundaries(msgspec.Struct, frozen=True):
+class SequenceBoundaries(NamedTuple):
     """Where the sequences of a row are cut, in FlashAttention's terms: int32[S + 1] offsets of queries and keys, the longest of
     each, and int64[K], the positions of those keys in the row, one sequence after the other; None where they are the row's own."""
 
@@ -65,7 +65,8 @@ class SequenceBoundaries(msgspec.Struct, frozen=True):
 
 class PackedMask:
     """Where the sequences of a row are cut, which prefixes they continue, and which rank of a shared row this is. Opaque, because
-    a compiler would specialize on plain arguments and compile again for every packing."""
+    a compiler would specialize on plain arguments and compile again for every packing; it sees `cuts`, which are there before it
+    runs (`forward_arguments`)."""
 
     def __init__(
         self,
@@ -93,15 +94,22 @@ class PackedMask:
         )
 
 
-def hide_from_compiler() -> None:
-    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+def hide_from_compiler(flash: bool) -> None:
+    """FlashAttention is one operation of a compiled layer's graph, where `flash` says that all of the model's can be; other
+    attention is called between two graphs, for it differs with each packing."""
+    global _by_sequence
+    _by_sequence = torch.compiler.disable(_by_sequence)
+    AttentionInterface.register(PACKED, packed_attention if flash else torch.compiler.disable(packed_attention))
 
 
 def forward_arguments(
     cu_seqlens: tuple[int, ...], device: torch.device, context: ContextParallelGroup | None = None, heads: Heads = ()
 ) -> dict[str, Any]:
     """Keyword arguments of the model's `forward` that give attention the cuts of the row."""
-    return {"use_cache": False, "packed": PackedMask(cu_seqlens, device, context, heads)}
+    packed = PackedMask(cu_seqlens, device, context, heads)
+    if device.type == "cuda":
+        _ = packed.cuts  # before a compiler looks
+    return {"use_cache": False, "packed": packed}
 
 
 def packed_attention(
@@ -144,7 +152,8 @@ def _can_flash(query: torch.Tensor) -> bool:
         return False
     multiple, largest = FLASH_HEADS
     fits = query.shape[-1] % multiple == 0 and query.shape[-1] <= largest
-    return fits and torch.cuda.get_device_capability(query.device) >= AMPERE
+    device = torch.cuda.get_device_properties(query.device)  # a constant to a compiler
+    return fits and (device.major, device.minor) >= AMPERE
 
 
 def _flash(

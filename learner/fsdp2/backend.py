@@ -85,10 +85,11 @@ class Fsdp2Model(ShardedModel):
         if "recompute" in config.options:
             _recompute(self._model)
         if "compile" in config.options:
-            attention.hide_from_compiler()
+            in_half = self.device.type == "cuda" and self._dtype in attention.FLASH_DTYPES
+            attention.hide_from_compiler(flash=in_half and config.context_parallel == 1)
             experts.hide_from_compiler()
-            for layer in self._layers:
-                layer.compile(dynamic=True)
+            for layer in self._layers:  # without the hooks that FSDP calls before and after it
+                layer.forward = torch.compile(layer.forward, dynamic=True)
         self._groups = DataParallelGroups(self.device, config.context_parallel, config.expert_parallel, timeout_s)
         self.rank, self.world_size = self._groups.rank, self._groups.size
         self.data_rank, self.data_size = self._groups.data_rank, self._groups.data_size

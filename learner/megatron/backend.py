@@ -103,6 +103,8 @@ class MegatronModel(ShardedModel):
             def keep(logprobs: torch.Tensor, _: torch.Tensor, row: MicroBatch) -> Output:
                 return logprobs.sum(), {"logprobs": logprobs}
 
+            if not padded:
+                return []
             found = self._passes(padded, keep, temperature or self._temperature, forward_only=True)
             lengths = [len(row.token_ids) for row in shared]
             flat = torch.zeros(sum(lengths), device=self.device)
