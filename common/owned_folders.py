@@ -14,8 +14,8 @@ import contextlib
 import fcntl
 import getpass
 import os
-import shutil
 import tempfile
+import uuid
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -47,7 +47,8 @@ class OwnedFolder:
 
     def close(self) -> None:
         """Remove it; processes that have mapped its files keep them."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(self.path)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -64,8 +65,32 @@ def sweep(root: Path, prefix: str) -> None:
     for folder in root.glob(f"{prefix}*/"):
         with contextlib.suppress(OSError):  # of another user, or no owned folder: it has no lock
             if (lock := _try_lock(folder)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
+                try:
+                    remove_tree(folder)
+                finally:
+                    os.close(lock)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder that its programs have nested as deep as they like, and closed: what is in its folders is moved up, until
+    none has any. Raises OSError."""
+    waiting = [folder]
+    while waiting:
+        inner = waiting.pop()
+        os.chmod(inner, 0o700)
+        for entry in list(os.scandir(inner)):
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+            elif inner == folder:
+                waiting.append(Path(entry.path))
+            else:
+                os.chmod(entry.path, 0o700)  # a folder that its owner may not write stays where it is
+                moved = folder / uuid.uuid4().hex
+                os.rename(entry.path, moved)
+                waiting.append(moved)
+        if inner != folder:
+            os.rmdir(inner)
+    os.rmdir(folder)
 
 
 def temporary_environment() -> dict[str, str]:

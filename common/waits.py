@@ -7,12 +7,19 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import string
 import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
 from .bounded import TEXT_LENGTH, Count, Seconds, Text
+
+T = TypeVar("T")
+
+TURNS = 8  # of the event loop's, at least, that a deadline of `within` takes
 
 LISTED = 8  # kinds of waits that one process lists: the oldest
 NO_DIGITS = str.maketrans("", "", string.digits)
@@ -77,3 +84,21 @@ def current_waits(limit: int = LISTED) -> tuple[Wait, ...]:
     return tuple(
         Wait(w.who[:TEXT_LENGTH], w.waits_for[:TEXT_LENGTH], max(0.0, now - w.since), w.deadline_s, n) for w, n in found
     )
+
+
+class Overdue(TimeoutError):
+    """What `within` awaited took longer."""
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which may take `seconds` of a turning event loop. A process that was stopped, or whose loop another
+    episode held, uses up a part of them: what arrived meanwhile is looked at first. Raises Overdue, once `work` is cancelled."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        for _ in range(TURNS):
+            if (await asyncio.wait([task], timeout=seconds / TURNS))[0]:
+                return task.result()
+        raise Overdue
+    finally:
+        if task.cancel():
+            await asyncio.wait([task])

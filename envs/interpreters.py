@@ -94,7 +94,11 @@ class InterpreterTool:
         async with self._lock:
             if self._session is None:
                 self._session = await self._open()
-            ran = await self._session.run(program)
+            try:
+                ran = await self._session.run(program)
+            except BaseException:  # a caller that is cancelled ends the sandbox, too
+                await self.close()
+                raise
             text = told(ran, (self._pool or local_pool()).limits)
             if ran.exit_code is None:  # the sandbox is gone
                 await self.close()

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from slipstream.common.fsio import write_atomic
-from slipstream.common.owned_folders import SERVER_FILES, sweep
+from slipstream.common.owned_folders import SERVER_FILES, remove_tree, sweep
 from slipstream.common.tasks import Stopped, in_thread, run_or_stop
+from slipstream.common.waits import Overdue, within
 
 SOON = 60.0
 
@@ -163,3 +164,42 @@ def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(
         process.kill()
     sweep(tmp_path, SERVER_FILES)
     assert [path.name for path in tmp_path.iterdir()] == ["slipstream-server-notes"]
+
+
+def test_a_tree_of_any_depth_is_removed_also_where_its_folders_are_closed(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    made = [os.open(top, os.O_RDONLY)]
+    for level in range(1500):
+        os.mkdir("d", dir_fd=made[-1])
+        os.mkdir("e", dir_fd=made[-1])
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=made[-1]))
+        os.symlink("/", "link", dir_fd=made[-1])
+        made.append(os.open("d", os.O_RDONLY, dir_fd=made[-1]))
+        os.chmod(made[-2], 0o500 if level % 2 else 0)
+        os.close(made.pop(0))
+    remove_tree(top)
+    assert not top.exists()
+
+
+async def test_a_loop_that_stood_still_looks_at_what_came_before_it_is_overdue() -> None:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str] = loop.create_future()
+
+    async def work() -> str:
+        return await answer
+
+    threading.Timer(0.3, lambda: loop.call_soon_threadsafe(answer.set_result, "there")).start()
+    loop.call_later(0.1, time.sleep, 1.2)
+    assert await within(0.8, work()) == "there"
+    cancelled = asyncio.Event()
+
+    async def never() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(Overdue):
+        await within(0.05, never())
+    assert cancelled.is_set()

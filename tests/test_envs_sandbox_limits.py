@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 
 import msgspec
 import pytest
@@ -25,12 +27,28 @@ async def ended(kind: str, program: str, **limits: float) -> ExecResult:
 
 ALONE = "while True: pass"
 MANY = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+UNAWAITED = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel adds their time to nobody's
+while True:
+    if os.fork() == 0:
+        end = time.process_time() + 0.5
+        while time.process_time() < end: pass
+        os._exit(0)
+    try: os.wait()
+    except ChildProcessError: pass"""
 
 
 @pytest.mark.parametrize("program", [ALONE, MANY], ids=["one process", "many"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_cpu_time(kind: str, program: str) -> None:
     assert (await ended(kind, program, cpu_s=1)).ended == "cpu"
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "landlock"])
+async def test_cpu_time_of_processes_that_nobody_waits_for(kind: str) -> None:
+    """The watchdog of this host has seen them."""
+    assert (await ended(kind, UNAWAITED, cpu_s=1)).ended == "cpu"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,3 +136,26 @@ async def test_output(kind: str, stream: str) -> None:
     ran = await ended(kind, f"import sys\nwhile True: print('x' * 9999, file=sys.{stream})", output=1 << 16)
     assert ran.ended == "output"
     assert len(getattr(ran, stream)) == 1 << 16
+
+
+DEEP = """
+import os
+while True:
+    os.mkdir("d")
+    os.chmod("d", 0o700)
+    os.chdir("d")"""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("landlock")])
+async def test_folders_beyond_the_reach_of_a_path_end_it_and_are_removed(kind: str) -> None:
+    """They would hide what is in them from the limit."""
+    pool = pool_of(kind, FAR)
+    box, other = await pool.open(), await pool.open()
+    try:
+        assert (await box.run((box.python, "-I", "-S", "-c", DEEP))).ended == "disk"
+        await box.close()
+        assert box.home.rpartition("/")[2] not in await asyncio.to_thread(os.listdir, box.home.rpartition("/")[0])
+        assert (await other.run((other.python, "-I", "-S", "-c", "print(1)"))).stdout == "1\n"
+    finally:
+        await other.close()
+        await pool.close()

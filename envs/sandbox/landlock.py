@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import marshal
+import math
 import os
 import platform
 import resource
-import shutil
+import stat
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...common.owned_folders import OwnedFolder
+from ...common.owned_folders import OwnedFolder, remove_tree
 from ...errors import ConfigError
 from . import seccomp
 from .base import GatewayAddress, Limits, Mount
@@ -49,6 +51,7 @@ READABLE = (
     "/dev/random",
 )
 WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
+DEEPEST = 256  # folders within one another; a program that needs more hides what is in them
 BURST = 1024  # processes beyond those of now that a user may have, where the sandbox shares his uid
 
 
@@ -123,7 +126,7 @@ class Landlock:
             rlimits(limits, processes),
             owns_session=True,
             files=lambda _: _size(home),
-            clean=lambda: _remove(home),
+            clean=lambda: remove_tree(Path(home)),
             gateway=f"127.0.0.1:{port}" if port else "",
         )
 
@@ -139,24 +142,21 @@ def _processes_of_user() -> int:
     return found if most == resource.RLIM_INFINITY else min(found, most - BURST)
 
 
-def _size(folder: str) -> int:
-    """Bytes on disk of what is in a folder, and of the files' own records."""
-    total = 0
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            with contextlib.suppress(OSError):  # it was removed meanwhile
-                total += FILE_COST + 512 * entry.stat(follow_symlinks=False).st_blocks
-                if entry.is_dir(follow_symlinks=False):
-                    total += _size(entry.path)
+def _size(folder: str) -> float:
+    """Bytes on disk of what is in a folder, and of the files' own records; infinite where folders are nested deeper than `DEEPEST`,
+    or so deep that no path reaches what is in them."""
+    total, waiting = 0, [folder]
+    while waiting:
+        path = waiting.pop()
+        try:
+            found = os.lstat(path)
+            total += FILE_COST + 512 * found.st_blocks
+            inner = os.listdir(path) if stat.S_ISDIR(found.st_mode) else []
+        except OSError as error:  # else it was removed meanwhile, or closed
+            if error.errno == errno.ENAMETOOLONG:
+                return math.inf
+            continue
+        if inner and path.count("/") - folder.count("/") == DEEPEST:
+            return math.inf
+        waiting += [f"{path}/{name}" for name in inner]
     return total
-
-
-def _remove(folder: str) -> None:
-    def open_up(_: object, path: str, __: object) -> None:
-        """A folder that the policy has closed."""
-        os.chmod(os.path.dirname(path), 0o700)
-        with contextlib.suppress(OSError):
-            os.chmod(path, 0o700)
-        shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.unlink(path)
-
-    shutil.rmtree(folder, onerror=open_up)

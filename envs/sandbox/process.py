@@ -16,11 +16,12 @@ import marshal
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
+from ...common.waits import Overdue, within
 from ...errors import DeadlineExceeded, ToolError, with_deadline
 from .base import Ended, Limits, Reason
 from .frames import FRAME, parts_of
@@ -30,6 +31,9 @@ START_S = 60.0  # longest start of a sandbox: a second on a very busy machine, m
 END_S = 30.0  # longest wait for the kernel to end killed processes
 GRACE_S = 2.0  # what an answer may take beyond the limit that is enforced inside
 MESSAGES = 1 << 14  # bytes of the sandbox's own messages, shown when it does not start
+
+
+T = TypeVar("T")
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
@@ -43,7 +47,7 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     owns_session: bool = (
         False  # its processes stay in its session, by which they are found; else they are its descendants
     )
-    files: Callable[[int], int] | None = None  # bytes in its files, by the id of one of its processes
+    files: Callable[[int], float] | None = None  # bytes in its files, by the id of one of its processes
     clean: Callable[[], None] | None = None
     relay: tuple[str, ...] = ()  # what runs its commands, where it has a network of its own and a gateway in it
     gateway: str = ""  # host and port at which commands reach the gateway
@@ -135,10 +139,7 @@ class ConfinedProcess:
         watched = WATCHDOG.watch(popen.pid, counted, launch.owns_session, launch.files)
         process = cls(launch, popen, watched, streams, messages)
         try:
-            hint = "the machine is overloaded"
-            await with_deadline(
-                START_S, process._greeting(), who="an episode", waits_for="its sandbox to start", hint=hint
-            )
+            await _in_time(START_S, process._greeting(), "its sandbox to start", "the machine is overloaded")
         except BaseException:
             await process.close()
             raise
@@ -160,12 +161,8 @@ class ConfinedProcess:
             self._require_alive()
             self._watched.allow(cpu_s)
             try:
-                async with asyncio.timeout(seconds + GRACE_S):
-                    body = marshal.dumps(request, 2)
-                    self._writer.write(len(body).to_bytes(FRAME, "big") + body)
-                    await self._writer.drain()
-                    return parts_of(await self._frame(limit))
-            except TimeoutError:
+                return await within(seconds + GRACE_S, self._answer(request, limit))
+            except Overdue:
                 self.kill("wall")
             except ValueError:  # no answer of ours: the policy has taken the process over
                 self.kill("killed")
@@ -176,6 +173,10 @@ class ConfinedProcess:
                 raise
             self._require_alive()
             raise AssertionError("unreachable: it has ended")
+
+    async def _answer(self, request: tuple[Any, ...], limit: int) -> list[bytes]:
+        await self.send(request)
+        return parts_of(await self._frame(limit))
 
     async def send(self, message: tuple[Any, ...]) -> None:
         """Send what is not answered."""
@@ -198,7 +199,7 @@ class ConfinedProcess:
         try:
             # Bubblewrap that is killed while it starts leaves a process. This one ends when it reads from the closed socket.
             if not self.python:
-                with contextlib.suppress(DeadlineExceeded):
+                with contextlib.suppress(ToolError):
                     await self._exit()
             self.kill("closed")
             await self._exit()
@@ -254,12 +255,19 @@ class ConfinedProcess:
         self._exited.set()
 
     async def _exit(self) -> None:
-        """Return when the outermost process has ended."""
-        hint = "look for processes in state D"
-        await with_deadline(END_S, self._exited.wait(), who="an episode", waits_for="its sandbox to end", hint=hint)
+        """Return when the outermost process has ended. Raises ToolError."""
+        await _in_time(END_S, self._exited.wait(), "its sandbox to end", "look for processes in state D")
 
     def _said(self) -> str:
         os.set_blocking(self._messages, False)
         with contextlib.suppress(BlockingIOError):
             return os.read(self._messages, MESSAGES).decode(errors="replace").strip().replace("\n", "; ")
         return ""
+
+
+async def _in_time(seconds: float, awaitable: Awaitable[T], waits_for: str, hint: str) -> T:
+    """Raises ToolError where it takes longer: the sandbox is the tool's."""
+    try:
+        return await with_deadline(seconds, awaitable, who="an episode", waits_for=waits_for, hint=hint)
+    except DeadlineExceeded as error:
+        raise ToolError(str(error)) from error

@@ -8,11 +8,13 @@ Invariants:
 - Processes are signalled by a descriptor (pidfd), after their session was read through it: never one that took over a number.
   The session's own number stays taken while its first process is not reaped.
 - /proc is read in threads, never on an event loop.
+- A sandbox that cannot be judged is killed, and others are judged as before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -28,6 +30,8 @@ LOOK_S = 0.1  # between looks: a process can fault in a few hundred MiB meanwhil
 SHARE = 20  # a look costs at most one part in so many of the time
 PASSES = 1000  # over a session that forks while it is killed, a millisecond apart
 SLACK_S = 0.25  # CPU time of a sandbox's own start, and of ticks that are rounded
+logger = logging.getLogger(__name__)
+
 OWN = 8  # processes of ours in a sandbox, at most
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -39,7 +43,9 @@ class Seen(msgspec.Struct, frozen=True):
     pid: int
     parent: int
     session: int
-    cpu_s: float  # its own, and of the children that it has waited for
+    started: int  # in ticks since the host's start: no other process has the same number and start
+    own_s: float  # CPU time of its own
+    cpu_s: float  # and that of the children that it has waited for
     threads: int
     resident: int  # bytes, shared ones included
 
@@ -48,7 +54,7 @@ class Watched:
     """One sandbox: why it was killed, and what it may still use. `kill` may come from any thread; of a sandbox that is found by
     its session it ends the first process, and the watchdog the others."""
 
-    def __init__(self, pid: int, limits: Limits, owns_session: bool, files: Callable[[int], int] | None) -> None:
+    def __init__(self, pid: int, limits: Limits, owns_session: bool, files: Callable[[int], float] | None) -> None:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.limits = limits
@@ -56,6 +62,8 @@ class Watched:
         self.files = files
         self.owns_session = owns_session
         self._used_s = 0.0  # CPU time at the last look
+        self._seen_s: dict[tuple[int, int], float] = {}  # by process, its own CPU time at the last look
+        self._ended_s = 0.0  # of processes that are there no more
         self._most_s = float("inf")
         self._lock = threading.Lock()
         self._gone = False
@@ -80,7 +88,7 @@ class Watched:
 
     def judge(self, processes: list[Seen]) -> Reason | None:
         """The limit that its processes exceed, if any."""
-        self._used_s = sum(p.cpu_s for p in processes)
+        self._used_s = max(self._used_s, sum(p.cpu_s for p in processes), self._used_by_all(processes))
         if self._used_s > self._most_s:
             return "cpu"
         if sum(p.threads for p in processes) > self.limits.processes + OWN:
@@ -91,6 +99,13 @@ class Watched:
             return "disk"
         return None
 
+    def _used_by_all(self, processes: list[Seen]) -> float:
+        """CPU time of all processes that any look saw: of one that nobody waits for, no other has it."""
+        now = {(p.pid, p.started): p.own_s for p in processes}
+        self._ended_s += sum(seconds for key, seconds in self._seen_s.items() if key not in now)
+        self._seen_s = now
+        return self._ended_s + sum(now.values())
+
 
 class Watchdog:
     """The sandboxes of this process."""
@@ -100,7 +115,7 @@ class Watchdog:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def watch(self, pid: int, limits: Limits, owns_session: bool, files: Callable[[int], int] | None) -> Watched:
+    def watch(self, pid: int, limits: Limits, owns_session: bool, files: Callable[[int], float] | None) -> Watched:
         watched = Watched(pid, limits, owns_session, files)
         with self._changed:
             self._watched[pid] = watched
@@ -123,7 +138,10 @@ class Watchdog:
                     self._changed.wait()
                 now = list(self._watched.values())
             began = time.perf_counter()
-            self._look(now)
+            try:
+                self._look(now)
+            except OSError:  # such as no free descriptor; the next look may have one
+                logger.exception("sandboxes could not be looked at")
             time.sleep(max(LOOK_S, SHARE * (time.perf_counter() - began)))  # /proc has no event for what is looked for
 
     def _look(self, sandboxes: list[Watched]) -> None:
@@ -135,11 +153,19 @@ class Watchdog:
         for watched in sandboxes:
             if watched.reason is None and watched.pid in processes:
                 own = sessions[watched.pid] if watched.owns_session else _tree(processes[watched.pid], children)
-                if reason := watched.judge(own):
+                if reason := _judged(watched, own):
                     watched.kill(reason)
             if watched.reason is not None and watched.owns_session:
                 for process in sessions[watched.pid]:
                     _kill_member(process.pid, watched.pid)
+
+
+def _judged(watched: Watched, processes: list[Seen]) -> Reason | None:
+    try:
+        return watched.judge(processes)
+    except Exception:
+        logger.exception("sandbox %d cannot be judged and is ended", watched.pid)
+        return "lost"
 
 
 def see_processes() -> dict[int, Seen]:
@@ -161,8 +187,17 @@ def _see(pid: int) -> Seen | None:
         return None
     if fields[0] in (b"Z", b"X"):
         return None
-    cpu = sum(map(int, fields[11:15])) / TICKS
-    return Seen(pid, int(fields[1]), int(fields[3]), cpu, int(fields[17]), PAGE * int(fields[21]))
+    own, children = (sum(map(int, part)) / TICKS for part in (fields[11:13], fields[13:15]))
+    return Seen(
+        pid=pid,
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        started=int(fields[19]),
+        own_s=own,
+        cpu_s=own + children,
+        threads=int(fields[17]),
+        resident=PAGE * int(fields[21]),
+    )
 
 
 def kill_session(session: int) -> None:

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -19,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ...common.waits import Overdue, within
 from ...errors import EnvError
 from ..sandbox import ExecResult, Sandbox, SandboxPool, local_pool
 
@@ -117,18 +117,18 @@ async def by_stdin(sandbox: Sandbox, program: str, cases: Cases) -> float:
         await sandbox.write("program.py", program.encode())
     except OSError:  # larger than the disk
         return 0.0
-    limit = asyncio.timeout(TOTAL_S)
+
+    async def passes() -> bool:
+        for given, wanted in zip(cases.inputs, cases.outputs, strict=True):
+            ran = await _python(sandbox, ("program.py",), _text(given), None)
+            if not ran.ok or ran.stdout.split() != _text(wanted).split():
+                return False
+        return True
+
     try:
-        async with limit:
-            for given, wanted in zip(cases.inputs, cases.outputs, strict=True):
-                ran = await _python(sandbox, ("program.py",), _text(given), None)
-                if not ran.ok or ran.stdout.split() != _text(wanted).split():
-                    return 0.0
-    except TimeoutError:
-        if not limit.expired():
-            raise
+        return float(await within(TOTAL_S, passes()))
+    except Overdue:
         return 0.0
-    return 1.0
 
 
 async def by_unsafe_asserts(sandbox: Sandbox, program: str, asserts: str) -> float:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ...common.process import PARENT
+from ...common.waits import within
 from ...errors import EnvError, describe, with_deadline
 
 T = TypeVar("T")
@@ -80,8 +81,7 @@ class _Process:
             )
             if kind == BEGUN:
                 lost = ProcessLost
-                async with asyncio.timeout(seconds):
-                    kind, body = await self._answer()
+                kind, body = await within(seconds, self._answer())
             return kind, body
         except (asyncio.IncompleteReadError, ConnectionError):
             raise lost(f"the process of a verifier ended with status {await self.kill()}") from None

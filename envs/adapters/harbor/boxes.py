@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from ....errors import EnvError, ToolError
+from ....errors import EnvError
 from ...base import JSON
 from ...interpreters import ending
 from ...sandbox import ExecResult, LocalPool, LocalSandbox, Sandbox
@@ -68,7 +68,9 @@ class TaskBoxes:
         proof = self._proofs[task.name]
         try:
             await asyncio.shield(proof)
-        except ToolError:  # a sandbox that was lost says nothing about the task
+        except EnvError:
+            raise
+        except Exception:  # a sandbox that was lost says nothing about the task
             if self._proofs.get(task.name) is proof:
                 del self._proofs[task.name]
             raise
