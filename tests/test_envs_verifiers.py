@@ -11,6 +11,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.common.waits import Overdue
 from slipstream.envs.verifiers import REWARDS, ProcessLost, choice, exact, f1, gsm8k, in_process, mathematics
 from slipstream.errors import EnvError
 
@@ -180,7 +181,7 @@ async def test_a_runaway_is_killed_within_its_limit_while_the_loop_runs(runaway)
 async def test_more_runaways_than_slots_all_end():
     async with asyncio.timeout(120):
         ended = await asyncio.gather(*(in_process(spin, seconds=0.2) for _ in range(3)), return_exceptions=True)
-    assert [type(error) for error in ended] == [TimeoutError] * 3
+    assert [type(error) for error in ended] == [Overdue] * 3
 
 
 async def test_a_process_that_dies_is_named_and_replaced():
