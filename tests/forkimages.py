@@ -87,6 +87,9 @@ SERVED_BY_VLLM = re.compile("kind: (vllm|classifier|judge)")
 OTHER_ENGINE = re.compile("engine:\n +kind: (?!vllm)")
 """In the config of a run: engines and reward models that vLLM serves, and an engine that is another."""
 
+PRESETS = Path(__file__).parent.parent / "configs"
+"""Where a config is that is named without a path."""
+
 KNOWN = re.compile(r"slipstream\.(tests|launch\.env_check)\b")
 """In code that is forked: helpers of tests, and the checks of an environment."""
 
@@ -137,7 +140,8 @@ def _runs_vllm(words: Sequence[str]) -> bool:
         case ["train" | "eval", source]:
             named = [word for word in words if "engine.kind=" in word or "engine={" in word]
             rewarded = any(word.startswith(("reward.kind=classifier", "reward.kind=judge")) for word in words)
-            if not named and Path(source).is_file() and OTHER_ENGINE.search(config := Path(source).read_text()):
+            file = Path(source) if Path(source).is_file() else PRESETS / f"{source}.yaml"
+            if not named and file.is_file() and OTHER_ENGINE.search(config := file.read_text()):
                 return rewarded or SERVED_BY_VLLM.search(config) is not None
             return not named or rewarded or any("vllm" in word for word in named)
     return False
