@@ -146,13 +146,12 @@ def tree(process: psutil.Process) -> set[psutil.Process]:
 @pytest.mark.full
 @needs_namespaces
 @pytest.mark.timeout(1200)
-def test_a_server_over_two_hosts_is_pushed_to_and_comes_back_whole(gated: None, policy: Path, tmp_path: Path) -> None:
+def test_a_server_over_two_hosts_is_pushed_to_and_comes_back_whole(
+    gated: None, four: Hosts, policy: Path, tmp_path: Path
+) -> None:
     options = "rollout.engine.options={tensor_parallel_size: 2, nnodes: 2}"
     words = (f"model.path={policy}", "rollout.engine.kind=vllm", options, *SMALL, *CLUSTER)
-    with (
-        Hosts([4, 3], tmp_path / "hosts") as hosts,
-        HostedRun(hosts, tmp_path / "run", "quickstart", *words) as run,
-    ):
+    with HostedRun(four, tmp_path / "run", "quickstart", *words) as run:
 
         def listed() -> dict[str, Any]:
             (row,) = json.loads(run.call("replicas", str(run.run_dir), "list", "--json"))
