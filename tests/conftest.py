@@ -6,12 +6,10 @@ none of it, and the others begin when it has read this file.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +22,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from renderers import Renderer
-    from slipstream.chaos.hosts import Hosts
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CACHE = pytest.StashKey[Path | None]()
@@ -112,19 +109,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from slipstream.tests.runs import tiny_policy
 
     return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture(scope="session")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Hosts of three CPUs each, which put the ranks of a learner on different ones: each is filled before the next. For runs one
-    after the other, whose roles are forked, and of which none harms a host."""
-    from slipstream.chaos.hosts import Hosts
-    from slipstream.tests import forkgate
-
-    with contextlib.ExitStack() as stack:
-        with forkgate.gated("vllm"):  # of which the roles are forked that these Ray nodes start
-            hosts = stack.enter_context(Hosts([3, 3, 3, 3], tmp_path_factory.mktemp("hosts") / "hosts"))
-        yield hosts
 
 
 @pytest.fixture(scope="session")

@@ -245,8 +245,6 @@ def check_networks(hosts: Hosts, run: HostedRun, spare: int) -> None:
         host, worker = run.roles().get("worker-1", (None, missed))
         return host == spare and worker.pid != missed.pid
 
-    seconds["undisturbed"] = run.until_steps(STEPS, STEP_S)
-
     for host in range(len(hosts)):
         links.link(LinkState(host, delay_s=0.0125, loss=0.01))
     seconds["50 ms and 2 % loss, a round trip"] = run.until_steps(STEPS, STEP_S)
@@ -269,7 +267,6 @@ def check_networks(hosts: Hosts, run: HostedRun, spare: int) -> None:
         time.sleep(max(0.0, began + APART_S - time.monotonic()))
         waits = {row["wait"]["waits_for"] for row in json.loads(run.call("waits", str(run.run_dir), "--json"))}
     run.until(lambda: back(missed), "another worker on the host that goes on")
-    seconds["afterwards"] = run.until_steps(STEPS, STEP_S)
     times = [row["time"] for row in metrics(run.run_dir)]
     longest = max(later - earlier for earlier, later in itertools.pairwise(times))
     log.info("seconds for %d steps: %s; at most %.1f s between two", STEPS, seconds, longest)
