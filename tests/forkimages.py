@@ -107,6 +107,8 @@ def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
     """The image that `command` is forked from; None where it is executed."""
     if command[1:2] == (GATE_FLAG,):
         return command[3]
+    if (plain := without_nice(command)[0]) is not command:
+        return image_of(plain, environment)
     kind, what, rest = split_command(command)
     if kind == "-m" and what.startswith("sglang."):
         return "sglang"
@@ -145,6 +147,11 @@ def _runs_vllm(words: Sequence[str]) -> bool:
                 return rewarded or SERVED_BY_VLLM.search(config) is not None
             return not named or rewarded or any("vllm" in word for word in named)
     return False
+
+
+def without_nice(command: Sequence[str]) -> tuple[Sequence[str], int]:
+    """What `nice -n NUMBER COMMAND` begins, and by how much more slowly; other commands as they are."""
+    return (command[3:], int(command[2])) if tuple(command[:2]) == ("nice", "-n") else (command, 0)
 
 
 def split_command(command: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
