@@ -86,6 +86,7 @@ def test_links_between_hosts_are_slow_and_break() -> None:
         assert float(round_trip(hosts, WAIT_S)) < 1.0
         assert [process.pid for process in hosts.processes(0)] == [server.pid]
     assert server.wait(WAIT_S) == -9  # it went with its host
+    assert hosts._switch.returncode == 0  # which did not wait for this process to ask for its status
 
 
 def test_ranks_on_two_hosts_meet(tmp_path: Path) -> None:
