@@ -286,7 +286,7 @@ def check_lost_hosts(hosts: Hosts, run: HostedRun, core: int, spare: int) -> Non
         return next(row["state"] for row in rows if row["name"] == worker)
 
     # Ray says that the host is lost some time after it is, and the steps do not wait for it.
-    run.until(lambda: state("worker-1") == "waits for a place", "worker-1 to miss its place")
+    run.until(lambda: state("worker-1") == "waits for a place", "worker-1 to miss its place", every=1.0)
     hosts.cpus[spare] = 9
     hosts.start(spare)
     back = {"worker-1", "engine-2"}

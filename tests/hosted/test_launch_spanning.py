@@ -166,7 +166,7 @@ def test_a_server_over_two_hosts_is_pushed_to_and_comes_back_whole(
             assert len(before) >= 4  # of each host its process and its rank, and the head's engine core
             os.kill(victim.pid, signal.SIGKILL)
             back = {"incarnation": number, "state": "serving"}
-            run.until(lambda back=back: back.items() <= listed().items(), f"it to be back after {part} was killed")
+            run.until(lambda back=back: back.items() <= listed().items(), f"{part} to be back after a kill", every=1.0)
             assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in before)
             run.until_steps(2)
         assert run.places()["engine-0.1"] == places["engine-0.1"]
