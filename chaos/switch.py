@@ -149,13 +149,21 @@ def _make_host(host: int) -> tuple[int, int]:
 def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
     """Kill every process that `find` returns, until it returns none and all have ended. Raises TimeoutError where one survives."""
     deadline, left = time.monotonic() + KILL_S, list[psutil.Process]()
-    while left := list({*left, *find()}):
+    while left := [process for process in {*left, *find()} if not _has_ended(process)]:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if time.monotonic() > deadline:
             raise TimeoutError(f"alive {KILL_S:g} s after SIGKILL: {left}")
         _, left = psutil.wait_procs(left, timeout=0.05)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Also where its parent, which may wait for this one, has not asked for its status yet."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def main(count: int) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from slipstream.tests.forkimages import split_command
+from slipstream.tests.forkimages import split_command, without_nice
 
 INHERITED = (signal.SIGHUP, signal.SIGQUIT)
 """Signals that a process ignores from its start if its parent does, as `nohup` has it."""
@@ -93,6 +93,8 @@ def take_on(command: Sequence[str], environment: dict[str, str]) -> None:
 
 def _run(command: Sequence[str]) -> None:
     """Do what Python does with this command line, up to the end of its main module."""
+    command, slower = without_nice(command)
+    os.nice(slower)
     kind, what, rest = split_command(command)
     sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through="-u" in command)  # type: ignore[union-attr]
     sys.path[:] = _path if "-P" in command else [str(Path(what).parent) if not kind else os.getcwd(), *_path]

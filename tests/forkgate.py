@@ -90,7 +90,8 @@ class Forked:
 
 @contextlib.contextmanager
 def gated(image: str = "ours") -> Iterator[None]:
-    """With a gate of this image, roles of runs that Ray starts are forked, and so are commands that begin with `python()`."""
+    """With a gate of this image, roles of runs that Ray starts are forked, and so are commands that begin with `python()`. With one
+    of `sglang` it is SGLang's servers, whoever starts them."""
     if not forkserver.installed():
         yield
         return
@@ -116,10 +117,18 @@ def programs() -> list[str]:
 @functools.cache
 def _gate(image: str) -> dict[str, str]:
     """The variables of processes inside of `gated`. Opens the gate."""
+    executable, named, environment = sys.executable, STAND_IN, dict(os.environ)
+    if image == "sglang":
+        # Imported here: the gate itself is of SGLang's Python then.
+        from slipstream.configs import load
+        from slipstream.rollout.engines.sglang import launch as sglang
+
+        executable, named = sglang._python(), sglang.PYTHON
+        environment |= sglang.environment(load("quickstart", ["rollout.engine.kind=sglang"]))
     folder = Path(tempfile.mkdtemp(prefix="slipstream-gate-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     stand_in, gate = folder / "python", folder / "gate"
-    stand_in.write_text(f"#!{sys.executable} -IS\n{Path(__file__).with_name('stand_in.py').read_text()}")
+    stand_in.write_text(f"#!{executable} -IS\n{Path(__file__).with_name('stand_in.py').read_text()}")
     stand_in.chmod(0o755)
     supervisor, program = folder / "supervisor", folder / "bin" / "slipstream"
     executed = f'"{sys.executable}" -P -c "{SUPERVISOR}"'  # instead of `python -P -m slipstream.launch.cli`
@@ -128,14 +137,14 @@ def _gate(image: str) -> dict[str, str]:
     program.write_text(f'#!/bin/sh\nexec "{stand_in}" -P -m slipstream.launch.cli "$@"\n')
     for script in (supervisor, program):
         script.chmod(0o755)
-    process = subprocess.Popen([sys.executable, GATE_FLAG, str(gate), image], stdin=subprocess.DEVNULL)
+    process = subprocess.Popen([executable, GATE_FLAG, str(gate), image], stdin=subprocess.DEVNULL, env=environment)
     atexit.register(process.kill)
     until = time.monotonic() + STARTED_S
     while not gate.exists():
         assert process.poll() is None, "the gate has ended"
         assert time.monotonic() < until, "the gate did not open"
         time.sleep(0.01)  # it has nothing to be awaited by
-    return {GATE: str(gate), STAND_IN: str(stand_in)}
+    return {GATE: str(gate), named: str(stand_in)}
 
 
 # --- in the gate ------------------------------------------------------------------------------------------------------

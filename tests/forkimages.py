@@ -87,6 +87,9 @@ SERVED_BY_VLLM = re.compile("kind: (vllm|classifier|judge)")
 OTHER_ENGINE = re.compile("engine:\n +kind: (?!vllm)")
 """In the config of a run: engines and reward models that vLLM serves, and an engine that is another."""
 
+PRESETS = Path(__file__).parent.parent / "configs"
+"""Where a config is that is named without a path."""
+
 KNOWN = re.compile(r"slipstream\.(tests|launch\.env_check)\b")
 """In code that is forked: helpers of tests, and the checks of an environment."""
 
@@ -104,6 +107,8 @@ def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
     """The image that `command` is forked from; None where it is executed."""
     if command[1:2] == (GATE_FLAG,):
         return command[3]
+    if (plain := without_nice(command)[0]) is not command:
+        return image_of(plain, environment)
     kind, what, rest = split_command(command)
     if kind == "-m" and what.startswith("sglang."):
         return "sglang"
@@ -137,10 +142,16 @@ def _runs_vllm(words: Sequence[str]) -> bool:
         case ["train" | "eval", source]:
             named = [word for word in words if "engine.kind=" in word or "engine={" in word]
             rewarded = any(word.startswith(("reward.kind=classifier", "reward.kind=judge")) for word in words)
-            if not named and Path(source).is_file() and OTHER_ENGINE.search(config := Path(source).read_text()):
+            file = Path(source) if Path(source).is_file() else PRESETS / f"{source}.yaml"
+            if not named and file.is_file() and OTHER_ENGINE.search(config := file.read_text()):
                 return rewarded or SERVED_BY_VLLM.search(config) is not None
             return not named or rewarded or any("vllm" in word for word in named)
     return False
+
+
+def without_nice(command: Sequence[str]) -> tuple[Sequence[str], int]:
+    """What `nice -n NUMBER COMMAND` begins, and by how much more slowly; other commands as they are."""
+    return (command[3:], int(command[2])) if tuple(command[:2]) == ("nice", "-n") else (command, 0)
 
 
 def split_command(command: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:

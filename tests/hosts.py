@@ -59,27 +59,31 @@ class HostedRun:
 
     def roles(self) -> dict[str, tuple[int, psutil.Process]]:
         """Role -> its host and its process, of those that are alive."""
+        assert self.hosts.namespaces is not None
+        places = {os.stat(path).st_ino: host for host, path in enumerate(self.hosts.namespaces.paths)}
         found = {}
-        for host in range(len(self.hosts)):
-            for process in self.hosts.processes(host):
-                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    variables = process.environ()
-                    parent = process.parent()
-                    same = parent is not None and parent.environ().get(ROLE) == variables.get(ROLE)
-                    if str(self.run_dir) in variables.get(VARIABLE, "") and not same:
-                        found[variables[ROLE]] = host, process
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError):
+                variables = process.environ()
+                if str(self.run_dir) not in variables.get(VARIABLE, ""):
+                    continue
+                host, parent = places.get(os.stat(f"/proc/{process.pid}/ns/net").st_ino), process.parent()
+                same = parent is not None and parent.environ().get(ROLE) == variables.get(ROLE)
+                if host is not None and not same:
+                    found[variables[ROLE]] = host, process
         return found
 
     def places(self) -> dict[str, int]:
         return {role: host for role, (host, _) in self.roles().items()}
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = WAIT_S) -> float:
-        """Wait for a condition on files or processes, which offer nothing to await; how long it took."""
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = WAIT_S, every: float = 0.25) -> float:
+        """Wait for a condition on files or processes, which offer nothing to await; how long it took. One on what a command says is
+        looked at less often."""
         began = time.monotonic()
         while not condition():
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
             assert time.monotonic() < began + seconds, f"no {what} within {seconds} s:\n{self.output()}"
-            time.sleep(0.25)
+            time.sleep(every)
         return time.monotonic() - began
 
     def steps(self) -> int:

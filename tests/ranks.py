@@ -17,14 +17,16 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Model
 from slipstream.launch.launchers.local import keep_port
 from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.distributed import join, new_gloo_group
 from slipstream.learner.fsdp2.backend import ON_CPU, TOGETHER, Fsdp2Backend
 from slipstream.tests.equality import LOSS, OPTIMIZER, SEQUENCE_MEAN, STEPS, TEMPERATURE, make_batch, make_rows
-from slipstream.tests.tiny import GIVEN, one_gpu
+from slipstream.tests.tiny import one_gpu
 from slipstream.weightsync.weight_check import are_adapters, base_weights, merge
 
 DEADLINE_S = 200
@@ -102,18 +104,14 @@ def reserved_ports(count: int) -> list[int]:
     while True:
         first = random.randrange(20_000, 32_000)
         ports = list(range(first, first + count))
-        if not GIVEN.isdisjoint(ports):
-            continue
         with contextlib.ExitStack() as stack:
             try:
                 for port in ports:
                     stack.enter_context(socket.create_server(("127.0.0.1", port)))
             except OSError:
                 continue
-        if not all(keep_port(port) for port in ports):
-            continue
-        GIVEN.update(ports)
-        return ports
+        if all(keep_port(port) for port in ports):
+            return ports
 
 
 def run_on_two_ranks(root: Path, script: str, jobs: Sequence[msgspec.Struct], *arguments: str) -> None:
@@ -150,6 +148,15 @@ def run_on_ranks(count: int, root: Path, script: str, jobs: Sequence[msgspec.Str
     for log in logs:
         log.seek(0)
     assert codes == [0] * count, "\n".join(log.read()[-3000:] for log in logs)
+
+
+def add_up() -> None:
+    """Be a rank of the learner that adds up numbers with the others, in the first group and in another, and prints the sum."""
+    join(torch.device("cpu"), DEADLINE_S)
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=new_gloo_group(DEADLINE_S))
+    sys.stdout.write(f"{total.item()}\n")
 
 
 def jobs_of(payload: str) -> list[Job]:

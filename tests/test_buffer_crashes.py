@@ -14,6 +14,8 @@ import contextlib
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from slipstream.buffer.samplers import PoolSampler
 from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
 from slipstream.buffer.task_table import Attempt, TaskTable
 from slipstream.buffer.trajectory import FINISHED, Outcome
+from slipstream.tests import forkserver
 from slipstream.tests.episodes import trajectory_of
 from slipstream.tests.stores import new_trajectory
 
@@ -259,6 +262,45 @@ def killed_at(number: int, path: Path, kind: str) -> int:
     return acknowledged
 
 
+def shrink_one_at_a_time(change: Callable[[object, str, object], None]) -> None:
+    """One group at a time, so that a transaction of `shrink` leaves others as they are."""
+    for what in ("ARRAYS", "ROWS"):
+        few = tuple(s.replace(f"LIMIT {retention.GROUPS_AT_ONCE}", "LIMIT 1") for s in getattr(retention, what))
+        change(retention, what, few)
+
+
+def serve() -> None:
+    """Answer each line of standard input, the arguments of `killed_at`, with what that returns."""
+    shrink_one_at_a_time(setattr)
+    for line in sys.stdin:
+        number, path, kind = line.rstrip("\n").split("\t")
+        print(killed_at(int(number), Path(path), kind), flush=True)  # noqa: T201
+
+
+KilledAt = Callable[[int, Path, str], int]
+
+
+@pytest.fixture(scope="module")
+def killed() -> Iterator[KilledAt]:
+    """`killed_at` in a process that has imported the buffer and little else: to fork the process of the tests, which has imported
+    all, takes longer than what is killed."""
+    command = [sys.executable, "-P", "-c", "from slipstream.tests.test_buffer_crashes import serve; serve()"]
+    with (
+        forkserver.disabled(),
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forking,
+    ):
+        assert forking.stdin is not None
+        assert forking.stdout is not None
+        asked, answered = forking.stdin, forking.stdout
+
+        def ask(number: int, path: Path, kind: str) -> int:
+            asked.write(f"{number}\t{path}\t{kind}\n")
+            asked.flush()
+            return int(answered.readline())
+
+        yield ask
+
+
 SHARES = 3
 """Of the statements, so that the default tier may take one."""
 
@@ -280,12 +322,10 @@ def memory() -> Iterator[Path]:
     ],
 )
 def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
-    memory: Path, monkeypatch: pytest.MonkeyPatch, kind: str, share: int
+    memory: Path, monkeypatch: pytest.MonkeyPatch, killed: KilledAt, kind: str, share: int
 ) -> None:
     """Each case takes every third statement."""
-    for what in ("ARRAYS", "ROWS"):  # one group at a time, so that a transaction of `shrink` leaves others as they are
-        few = tuple(s.replace(f"LIMIT {retention.GROUPS_AT_ONCE}", "LIMIT 1") for s in getattr(retention, what))
-        monkeypatch.setattr(retention, what, few)
+    shrink_one_at_a_time(monkeypatch.setattr)
     statements: list[str] = []
     states: list[Dump] = []  # after each acknowledgement
     path = memory / "unharmed.sqlite"
@@ -307,7 +347,7 @@ def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
     seen = set()
     for number in range(1 + share, len(statements) + 1, SHARES):
         path = memory / f"{number}.sqlite"
-        acknowledged = killed_at(number, path, kind)
+        acknowledged = killed(number, path, kind)
         Store(path).close()  # completes the tables when it was killed between them
         found = dump(path)
         stored = acknowledged - (states[acknowledged - 1] == found) if acknowledged else 0

@@ -275,7 +275,7 @@ async def test_math():
 
 SLOW = """
 import sys, time
-time.sleep(6)
+time.sleep(4)
 sys.path = [path for path in sys.path if path != {folder!r}]
 del sys.modules["math_verify"]
 import math_verify
@@ -286,5 +286,5 @@ async def test_the_import_of_math_verify_does_not_count_against_an_answer(tmp_pa
     pytest.importorskip("math_verify")
     (tmp_path / "math_verify.py").write_text(SLOW.format(folder=str(tmp_path)))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(mathematics, "LIMIT_S", 5.5)
+    monkeypatch.setattr(mathematics, "LIMIT_S", 3.5)
     assert await REWARDS["math"]("\\boxed{5}", "5") == 1.0

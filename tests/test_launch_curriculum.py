@@ -134,7 +134,7 @@ def test_a_file_that_is_no_rating_is_not_replaced(folder: Path, capsys: pytest.C
 def test_statistics_are_exact_though_buffer_worker_and_run_are_killed(folder: Path) -> None:
     """They are the sums over the episodes in the store; solved rows are retired."""
     policy, run = tiny_policy(folder / "policy"), folder / "run"
-    small = (*SMALL, *ENGINE, ENV, "env.sampler=pools", "learner.steps=40")
+    small = (*SMALL, *ENGINE, ENV, "env.sampler=pools", "rollout.max_episodes=8", "learner.steps=40")
     with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small) as going:
         for step, victim in ((3, "buffer"), (6, "worker-0"), (10, "buffer")):
             going.until_step(step)
@@ -160,7 +160,7 @@ def test_statistics_are_exact_though_buffer_worker_and_run_are_killed(folder: Pa
     assert all(played[n][1] == played[n][2] for n in solved if n in played)
     assert all(played[n][2] == 0 for n in played if n % 3 == 0)
     # 4 of 12 rows are learned from, and get more than their third of the groups. How many more is up to chance, and to how many
-    # groups are chosen before their rows' solves are known: of eight at a time, one run in two has less than half.
+    # groups are chosen before their rows' solves are known, here two: of eight at a time, one run in two has less than half.
     assert sum(played[n][0] for n in played if n % 3 == 1) > 0.36 * sum(groups for groups, *_ in played.values())
 
 

@@ -1,5 +1,5 @@
 """Hosts that are lost, as the supervisor sees it: roles move, wait for room, or end the run. The hosts are a launcher's own idea
-here; tests/test_launch_hosts.py has real ones."""
+here; tests/hosted/ has real ones."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ async def test_a_broadcast_may_be_kept_too(acks: AckCollector, tmp_path: Path) -
 
 async def test_a_newer_version_replaces_one_on_its_way(acks: AckCollector, tmp_path: Path) -> None:
     receiver, first, second = staging(), snapshot(1, 1), snapshot(2, 2)
-    group = await meet(receiver, 60)
+    group = await meet(receiver, 20)
     receiver.begin(plan_of(first, BroadcastSource(), acks.address))
     await asyncio.to_thread(send, group, first, 1)
     await stage(receiver, acks, second, write(tmp_path / "w", second))

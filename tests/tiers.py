@@ -124,10 +124,11 @@ WHOLE_RUNS = ("test_launch_train", "test_launch_replicas", "test_launch_dapo", "
 SGLANG = ("test_rollout_sglang", "test_launch_train::test_a_run_on_every_kind_of_server[sglang]")
 """What starts SGLang's servers outside of the conformance suite: the process that has imported SGLang there takes it, too."""
 
-FIRST = ("vllm", "sglang", "test_launch_chaos", "test_launch_train", "test_learner_fsdp2_layouts", "test_learner_megatron",
-         "test_learner_fsdp2", "test_launch_replicas", "test_learner_placed", "test_launch_disk", "test_launch_placed",
-         "test_launch_reward", "test_types", "transformers", "fake", "test_launch_ray",
-         "test_rollout_vllm")  # fmt: skip
+FIRST = ("hosted", "vllm", "sglang", "test_envs_self_played", "test_launch_libraries", "test_launch_submit", "test_launch_shards",
+         "test_images_runs", "test_packaging", "test_launch_ray", "test_launch_chaos", "test_launch_train",
+         "test_learner_fsdp2_layouts", "test_learner_megatron", "test_learner_fsdp2", "test_launch_replicas", "test_learner_placed",
+         "test_launch_disk", "test_launch_placed", "test_launch_reward", "test_types", "transformers", "fake", "test_rollout_vllm",
+         "test_weightsync_publisher", "test_rollout_fake", "test_planner_simulation")  # fmt: skip
 """Groups that take long begin first, so that no process is left with one at the end."""
 
 
@@ -146,12 +147,15 @@ def is_full(item: pytest.Item) -> bool:
 
 
 def group_of(nodeid: str) -> str:
-    """What one process takes as a whole: all tests of a kind of server, which is started once; a file; or a single whole run."""
+    """What one process takes as a whole: all tests of a kind of server, which is started once; all runs over several hosts,
+    which share some; a file; or a single whole run."""
     path, _, test = nodeid.partition("::")
     parameters = test.partition("[")[2]
     if "/conformance/" in path:
         kinds = {kind.name for kind in KINDS} & set(re.split(r"[-\]]", parameters))
         return kinds.pop() if len(kinds) == 1 else path
+    if "/hosted/" in path:
+        return "hosted"
     stem = path.rpartition("/")[2].removesuffix(".py")
     if stem in SGLANG or f"{stem}::{test}" in SGLANG:
         return "sglang"

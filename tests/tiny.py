@@ -29,8 +29,6 @@ from transformers import (
 
 VOCABULARY = 512
 CONTEXT = 1024
-GIVEN: set[int] = set()
-"""Ports that this process has given to servers, which bind them only later."""
 
 
 def tiny_qwen3(folder: Path, seed: int = 0, *, tied: bool = True, moe: bool = False) -> Path:
@@ -85,12 +83,9 @@ def one_gpu(host: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port for a server, as runs choose theirs: no outgoing connection takes it before the server has it, and no other server of
-    this process is given it."""
-    while (port := free_ports(1)[0]) in GIVEN:
-        pass
-    GIVEN.add(port)
-    return port
+    """A port for a server, as runs choose theirs: no outgoing connection takes it before the server has it, and no other server is
+    given it."""
+    return free_ports(1)[0]
 
 
 @contextlib.contextmanager

@@ -379,9 +379,12 @@ class Supervisor:
         await self._processes.watch([role])
 
     async def _end(self) -> None:
-        """End everything: first the learner, with a checkpoint, while the buffer and the auxiliary models still answer."""
+        """End everything: first the learner, with a checkpoint, while the buffer and the auxiliary models still answer. Where the
+        buffer has ended, workers cannot return their leases, and are killed."""
+        buffers = self._processes.of_kind("buffer")
         await self._stop(self.config.launch.stop_s, "learner")
-        await self._stop(END_S, "worker", "evaluator", "rater", "sft")
+        ending_s = END_S if all(role.running for role in buffers) else 0.0
+        await self._stop(ending_s, "worker", "evaluator", "rater", "sft")
         await self._stop(END_S, "buffer", "engine", "reward", *AUX_MODEL_KINDS)
 
     async def _stop(self, seconds: float, *kinds: str) -> None:

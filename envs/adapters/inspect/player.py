@@ -65,6 +65,7 @@ def play(task: Any, request: dict[str, Any], spec: dict[str, Any]) -> dict[str, 
             model=model(request["url"], request["key"], request["model"]),
             epochs=1,
             max_retries=0,
+            fail_on_error=False,  # else the library draws the traceback of the sample's error, for seconds
             display="none",
             log_dir=folder,
             score_display=False,

@@ -1,5 +1,5 @@
 """What a listener between the hosts of a run can read: every frame is captured during start, run, restarts and resume, and none of
-them holds a private key or a token of any process. Three hosts, each a network namespace with a Ray node."""
+them holds a private key or a token of any process. Four hosts, each a network namespace with a Ray node."""
 
 from __future__ import annotations
 
@@ -121,17 +121,17 @@ def kill(run: HostedRun, *roles: str) -> None:
 @pytest.mark.full
 @needs_namespaces
 @pytest.mark.timeout(1200)  # each wait has a deadline of its own
-def test_no_frame_between_hosts_holds_a_secret(tmp_path: Path) -> None:
+def test_no_frame_between_hosts_holds_a_secret(four: Hosts, tmp_path: Path) -> None:
     planted = make_pair().secret
     policy = tiny_policy(
         tmp_path / f"policy-{planted.encode().hex()}"
     )  # a path, which all processes are given through Ray
-    # One role of each kind, and weights stay on their host: else they would be most of the traffic, and there is nothing to find in
-    # them.
+    # Few roles of each kind, and weights stay on their host: else they would be most of the traffic, and they hold nothing to find.
+    # One worker is on another host than the server.
     settings = (
         "rollout.engine.kind=transformers",
         "rollout.engine.replicas=1",
-        "rollout.workers=1",
+        "rollout.workers=2",
         "learner.backend.ranks=1",
         "learner.checkpoint_every=2",
         "launch.heartbeat_s=60",
@@ -139,12 +139,12 @@ def test_no_frame_between_hosts_holds_a_secret(tmp_path: Path) -> None:
     arguments = (f"model.path={policy}", *CLUSTER, *settings)
     run_dir = tmp_path / "run"
     collector = SecretCollector(run_dir)
-    with forkgate.gated(), Hosts([2, 2, 2], tmp_path / "hosts") as hosts, captured(hosts, tmp_path) as files:
-        with collector, HostedRun(hosts, run_dir, "chaos", *arguments, executed=True) as run:
+    with forkgate.gated(), captured(four, tmp_path) as files:
+        with collector, HostedRun(four, run_dir, "chaos", *arguments, executed=True) as run:
             run.until_steps(2)
-            assert run.places() == {"buffer": 0, "engine-0": 1, "learner-0": 1, "worker-0": 2}
+            assert run.places() == {"buffer": 0, "engine-0": 1, "learner-0": 1, "worker-0": 1, "worker-1": 2}
             collector.add_supervisor(run.process.pid)
-            kill(run, "worker-0", "engine-0", "learner-0", "buffer")
+            kill(run, "worker-1", "engine-0", "learner-0", "buffer")
             run.until_steps(1)
             run.call("replicas", str(run_dir), "list")
             run.stop()
@@ -156,7 +156,7 @@ def test_no_frame_between_hosts_holds_a_secret(tmp_path: Path) -> None:
     owners = sorted(collector.secrets.values())
     assert {"token for requests", "token for control"} <= set(owners)
     assert sum(owner.startswith("TLS key of engine") for owner in owners) >= 3
-    for role in ("buffer", "learner-0", "worker-0", "engine-0"):
+    for role in ("buffer", "learner-0", "worker-1", "engine-0"):
         assert owners.count(f"key of {role}") >= 3, owners  # the first, the restarted, the resumed
     assert sum(owner.startswith("key of the supervisor") for owner in owners) == 2
     frames = [file.read_bytes() for file in files]

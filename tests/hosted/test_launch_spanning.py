@@ -146,13 +146,12 @@ def tree(process: psutil.Process) -> set[psutil.Process]:
 @pytest.mark.full
 @needs_namespaces
 @pytest.mark.timeout(1200)
-def test_a_server_over_two_hosts_is_pushed_to_and_comes_back_whole(gated: None, policy: Path, tmp_path: Path) -> None:
+def test_a_server_over_two_hosts_is_pushed_to_and_comes_back_whole(
+    gated: None, four: Hosts, policy: Path, tmp_path: Path
+) -> None:
     options = "rollout.engine.options={tensor_parallel_size: 2, nnodes: 2}"
     words = (f"model.path={policy}", "rollout.engine.kind=vllm", options, *SMALL, *CLUSTER)
-    with (
-        Hosts([4, 3], tmp_path / "hosts") as hosts,
-        HostedRun(hosts, tmp_path / "run", "quickstart", *words) as run,
-    ):
+    with HostedRun(four, tmp_path / "run", "quickstart", *words) as run:
 
         def listed() -> dict[str, Any]:
             (row,) = json.loads(run.call("replicas", str(run.run_dir), "list", "--json"))
@@ -167,7 +166,7 @@ def test_a_server_over_two_hosts_is_pushed_to_and_comes_back_whole(gated: None, 
             assert len(before) >= 4  # of each host its process and its rank, and the head's engine core
             os.kill(victim.pid, signal.SIGKILL)
             back = {"incarnation": number, "state": "serving"}
-            run.until(lambda back=back: back.items() <= listed().items(), f"it to be back after {part} was killed")
+            run.until(lambda back=back: back.items() <= listed().items(), f"{part} to be back after a kill", every=1.0)
             assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in before)
             run.until_steps(2)
         assert run.places()["engine-0.1"] == places["engine-0.1"]
