@@ -171,13 +171,17 @@ class RpcServer(Generic[M]):
 
     def reply(self, identity: bytes, number: int, message: Any) -> None:
         """Reply to request `number` of the connection `identity`; nothing for a one-way message."""
-        if number != ONE_WAY:
-            self._socket.send([identity, *wire.encode(RpcMessage(number, message))])
+        self.reply_all([(identity, number, message)])
 
     def reply_all(self, replies: Iterable[tuple[bytes, int, Any]]) -> None:
-        """Send replies of (identity, number, message)."""
+        """Send replies of (identity, number, message). Those to one connection travel as one message, in their order: each message
+        costs both ends system calls and wakes two threads."""
+        to: dict[bytes, list[RpcMessage[Any]]] = {}
         for identity, number, message in replies:
-            self.reply(identity, number, message)
+            if number != ONE_WAY:
+                to.setdefault(identity, []).append(RpcMessage(number, message))
+        for identity, messages in to.items():
+            self._socket.send([identity, *wire.encode(messages)])
 
     async def poll(self, timeout_s: float | None = None) -> None:
         """Return when a message has arrived, after `timeout_s`, or at `wake`."""

@@ -34,6 +34,7 @@ KEEPALIVE_S = 5
 # As numbers: `|` of pyzmq's enums takes longer than the call.
 USER_ID = "User-Id"  # libzmq's name of what `security.CurveServer` says of a message's sender
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+POLLIN = int(zmq.POLLIN)
 # Smaller frames are copied when they are sent: pyzmq frees a frame that is not in another thread, which costs more.
 COPY_BYTES = 128 << 10
 # Larger frames stay where libzmq received them, and are sent on from there; smaller ones are copied, because libzmq may
@@ -181,8 +182,8 @@ class AsyncSocket:
                 send(frame, flags, copy=len(frame) < COPY_BYTES)
         polling = self._polling
         # A send may consume the wake-up that the poller waits for.
-        if polling is not None and not polling.done() and int(self._direct.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            polling.set_result(zmq.POLLIN)
+        if polling is not None and not polling.done() and int(self._direct.getsockopt(zmq.EVENTS)) & POLLIN:
+            polling.set_result(POLLIN)
 
     def receive(self) -> list[Frame] | None:
         """The next message; None when there is none."""
