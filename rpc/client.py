@@ -30,7 +30,17 @@ import zmq.asyncio
 from ..errors import DeadlineExceeded, RequestRefused, StateError, TrackedWait, WireError
 from . import wire
 from .security import KeyPair, configure_client, split_address
-from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, Frame, RpcMessage, RpcRefusal, enable_keepalive
+from .wire import (
+    FRAME_LIMIT,
+    LINGER_MS,
+    ONE_WAY,
+    AsyncSocket,
+    Frame,
+    RpcMessage,
+    RpcRefusal,
+    enable_keepalive,
+    limit_loopback,
+)
 
 STEP_S = 5.0  # longest step by which a deadline is counted down
 R = TypeVar("R")
@@ -90,6 +100,7 @@ class RpcClient:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.IMMEDIATE, int(resend_s is not None))
         enable_keepalive(socket)
+        limit_loopback(socket, self._address)
         self._raw, self._socket = socket, AsyncSocket(socket)
         if key is None:
             socket.connect(self._address)

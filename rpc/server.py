@@ -37,7 +37,7 @@ import zmq.asyncio
 from ..errors import RequestRefused, TrackedWait, WireError
 from . import wire
 from .security import CurveServer, KeyPair, PeerTable, split_address
-from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, RpcMessage, RpcRefusal, enable_keepalive
+from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, RpcMessage, RpcRefusal, enable_keepalive, limit_loopback
 
 log = logging.getLogger(__name__)
 NO_REQUEST = "that is no request"  # how the refusal of what cannot be decoded begins
@@ -105,8 +105,10 @@ class RpcServer(Generic[M]):
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         enable_keepalive(socket)
         self._guard.configure(socket)
+        endpoint, _ = split_address(address)
+        limit_loopback(socket, endpoint)
         try:
-            socket.bind(split_address(address)[0])
+            socket.bind(endpoint)
         except zmq.ZMQError:
             self.close()
             raise
