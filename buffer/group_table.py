@@ -47,10 +47,10 @@ class Episode(msgspec.Struct):
     outcome: Outcome | None = None  # how it ended
     reward: float | None = None  # its return, while its trajectories are kept
     delivered_time: float | None = None  # when its end was delivered, in `GroupTable.time`
+    member: int = -1  # of its id
 
-    @property
-    def member(self) -> int:
-        return int(self.id.rsplit(".", 1)[1])
+    def __post_init__(self) -> None:
+        self.member = int(self.id.rpartition(".")[2])
 
     def fresh(self, oldest: int) -> int:
         """Kept tokens of `oldest` and later versions."""

@@ -98,7 +98,7 @@ class VersionLedgers:
 
     def _of(self, version: int) -> Ledger:
         self._unchecked.add(version)
-        return self.by_version.setdefault(version, Ledger())
+        return self.by_version.get(version) or self.by_version.setdefault(version, Ledger())
 
 
 def _gap(name: str, ledger: Ledger) -> str:

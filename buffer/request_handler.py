@@ -254,7 +254,8 @@ class RequestHandler:
             self.pending.trajectories[request.episode_id] = arrived
             self.pending.images |= files
             self._cache.add(request.episode_id, [new.encoded for new in arrived])
-        self._keep_failed(request, images)
+        if request.failed_branches:
+            self._keep_failed(request, images)
 
     def _keep_failed(self, request: m.DeliverEpisode, images: dict[str, bytes]) -> None:
         """What a failed episode sampled; nothing where it is no valid trajectory: a record that is damaged ends no worker."""

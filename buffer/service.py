@@ -196,15 +196,13 @@ class BufferService:
             return []
         running = self._store_thread.submit(write)
         written = asyncio.wrap_future(running)
+        written.add_done_callback(lambda _: self._server.wake())
         self._server.reply_all(stored)
         deadline = time.monotonic() + STORE_S
         with TrackedWait("the buffer", "its disk", STORE_S):
             while not running.done():
-                arriving = [asyncio.ensure_future(self._server.poll())] if self._has_room else []
                 left = deadline - time.monotonic()
-                await asyncio.wait([written, *arriving], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                for poll in arriving:
-                    poll.cancel()
+                await (self._server.poll(left) if self._has_room else asyncio.wait([written], timeout=left))
                 self._handler.receive(self._server, lambda: self._has_room and not running.done())
                 if time.monotonic() >= deadline and not running.done():
                     self._store_hangs = True

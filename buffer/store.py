@@ -21,7 +21,7 @@ import contextlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -40,8 +40,8 @@ from .task_table import StoredTask, TaskChange
 from .trajectory import ARRAYS_LIMIT, EncodedTrajectory, Outcome, Trajectory
 
 WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a larger transaction
-# Values of one statement, where SQLite takes so many, and the bytes after which it takes no more: it holds a copy of them.
-VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
+# Values of one statement, which every SQLite takes, and bytes of several rows: it holds a copy of them.
+VALUES_AT_ONCE, BYTES_AT_ONCE = 999, 16 << 20
 Row = tuple[object, ...]
 # Of an episode: all its branches have the same.
 REWARD = (
@@ -174,8 +174,9 @@ class Store:
             self._insert("REPLACE INTO counters", [(0, batch.counters)])
             self._insert("REPLACE INTO groups", batch.groups)
             self._insert("INSERT INTO episodes", batch.episodes, UPSERT)
-            self._insert("INSERT INTO trajectories", trajectories)
-            self._insert(f"INSERT OR IGNORE INTO failed {FAILED_COLUMNS}", list(map(_failed_row, batch.failed)))
+            self._insert("INSERT INTO trajectories", trajectories, large=(4,))
+            failed = list(map(_failed_row, batch.failed))
+            self._insert(f"INSERT OR IGNORE INTO failed {FAILED_COLUMNS}", failed, large=(3, 5))
             self._insert("INSERT INTO tasks", batch.tasks, ADD_UP)
             self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in batch.commits])
             if batch.rolled_back_to is not None:
@@ -204,9 +205,10 @@ class Store:
         self._shrinking = dropped or vacuumed
         return self._shrinking
 
-    def _insert(self, verb: str, rows: Sequence[Row], suffix: str = "") -> None:
-        """Many rows by one statement: each statement waits for the interpreter, which decodes the next messages meanwhile."""
-        for chunk in _chunks(rows, min(VALUES_AT_ONCE, self._db.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER))):
+    def _insert(self, verb: str, rows: Sequence[Row], suffix: str = "", large: Sequence[int] = ()) -> None:
+        """Many rows by one statement: each statement waits for the interpreter, which decodes the next messages meanwhile. `large`
+        are the columns that hold bytes."""
+        for chunk in _chunks(rows, large):
             marks = f"({', '.join('?' * len(chunk[0]))})"
             values = [value for row in chunk for value in row]
             self._db.execute(f"{verb} VALUES {', '.join([marks] * len(chunk))} {suffix}", values)
@@ -370,14 +372,17 @@ def _read_episode(row: sqlite3.Row) -> Episode:
     return msgspec.convert({**dict(row), **flags, **counts, "outcome": outcome}, Episode)
 
 
-def _chunks(rows: Sequence[Row], values: int) -> Iterator[list[Row]]:
-    """The rows of one statement each, of at most so many `values`."""
-    chunk, size = list[Row](), 0
-    for row in rows:
-        chunk.append(row)
-        size += sum(len(value) for value in row if isinstance(value, bytes))
-        if (len(chunk) + 1) * len(row) > values or size >= BYTES_AT_ONCE:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+def _chunks(rows: Sequence[Row], large: Sequence[int]) -> Iterator[Sequence[Row]]:
+    """The rows of one statement each. Their number is a power of two, so that there are few different statements: `sqlite3` keeps
+    them compiled."""
+    at = 0
+    while left := len(rows) - at:
+        number = 1 << min(left, VALUES_AT_ONCE // len(rows[at])).bit_length() - 1
+        while number > 1 and _nbytes(rows[at : at + number], large) > BYTES_AT_ONCE:
+            number //= 2
+        yield rows[at : at + number]
+        at += number
+
+
+def _nbytes(rows: Sequence[Row], columns: Sequence[int]) -> int:
+    return sum(len(cast("bytes", row[column])) for row in rows for column in columns)

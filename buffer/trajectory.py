@@ -6,7 +6,8 @@ Invariants, checked by `Trajectory.check` before anything is accepted into the b
   other.
 - `behavior_logprobs` is finite, at most 0 at sampled tokens, and 0 elsewhere.
 - Turns and spans form no reference cycles, so the garbage collector does not track them (`gc=False`): there may be hundreds.
-- Times are absolute: seconds since the epoch on the clock of the worker's host. They are records; nothing is decided by them.
+- Times are absolute: seconds since the epoch on the clock of the worker's host. They are records; nothing is decided by them. Those
+  of turns are bounded by their type: decoding refuses others.
 - `experts`, where there are any, has a row for each token (`common/routed_experts.py`); the header says how wide it is.
 - A token is sampled in exactly one trajectory. An agent that rewrites its history opens a new *branch*: another trajectory
   of the same member, whose earlier turns are context (`loss_mask` false).
@@ -24,6 +25,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from ..common.bounded import Seconds
 from ..common.images import PlacedImage, misplaced
 from ..common.outcomes import FAILED
 from ..common.routed_experts import ExpertLayout, layout_of
@@ -76,21 +78,14 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     end: int
     finish_reason: str
-    asked: float = 0.0  # when the agent asked for it; 0 where that was not recorded
-    queued_s: float = 0.0  # in the router, until a replica had a free slot
-    first_s: float = 0.0  # at the replica until its first token, the server's own queue and the prefill included
-    decode_s: float = 0.0  # from its first token to its last, pauses of the replica included
+    asked: Seconds = 0.0  # when the agent asked for it; 0 where that was not recorded
+    queued_s: Seconds = 0.0  # in the router, until a replica had a free slot
+    first_s: Seconds = 0.0  # at the replica until its first token, the server's own queue and the prefill included
+    decode_s: Seconds = 0.0  # from its first token to its last, pauses of the replica included
     # Tokens of its prompt that the server had in its prefix cache; None where the server does not say.
     cached: int | None = None
     replica: Annotated[str, Meta(max_length=100)] = ""  # that answered last
     temperature: float = 1.0
-
-    @property
-    def timed(self) -> bool:
-        """Whether its times are finite and not negative."""
-        return min(self.asked, self.queued_s, self.first_s, self.decode_s) >= 0 and math.isfinite(
-            self.asked + self.queued_s + self.first_s + self.decode_s
-        )
 
 
 class EnvCall(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -253,8 +248,6 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
         for turn in self.turns:
             if not at <= turn.start <= turn.end <= n:  # no `require`: it would format its message for every turn
                 raise WireError(f"trajectory {self.id!r}: bad turn {turn}")
-            if not turn.timed:
-                raise WireError(f"trajectory {self.id!r}: bad times of turn {turn}")
             at = turn.end
         at = 0
         for segment in self.segments:
@@ -264,14 +257,14 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
         image = misplaced(self.images, self.loss_mask)
         require(image is None, f"bad image {image}")
         at = 0
-        covered = np.zeros(n, dtype=np.bool_)
+        covered = bytearray(n)
         for span in self.version_spans:
             oldest = span.version if span.kv_version is None else span.kv_version
             if not (at <= span.start < span.end <= n and 0 <= oldest <= span.version):
                 raise WireError(f"trajectory {self.id!r}: bad version span {span}")
-            covered[span.start : span.end] = True
+            covered[span.start : span.end] = b"\x01" * (span.end - span.start)
             at = span.end
-        require(covered.tobytes() == self.loss_mask.tobytes(), "version spans must cover exactly the sampled tokens")
+        require(covered == self.loss_mask.tobytes(), "version spans must cover exactly the sampled tokens")
 
 
 class EncodedRow(msgspec.Struct, frozen=True):

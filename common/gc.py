@@ -1,12 +1,19 @@
-"""Garbage collection in processes that answer requests: what is loaded at the start is not scanned again."""
+"""Memory of processes that answer requests: what is loaded at the start is not scanned for garbage again, and what one message took
+is kept for the next."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 
 # Gen-0 GC threshold. Thousands of trajectories and requests live for a moment and are in no reference cycle; with
 # Python's own threshold of 700 they are scanned again and again.
 YOUNG = 10_000
+# glibc gives memory back to the kernel as soon as 128 KiB at the end of a heap are free, and takes blocks above 128 KiB from the
+# kernel: each page of a message of 100 KB then costs a fault, several times on its way. These are the bounds that glibc itself
+# arrives at in a process that has freed a block of 32 MiB: the number of a `mallopt` option, and bytes.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
 
 
 def freeze_startup_objects() -> None:
@@ -18,3 +25,11 @@ def freeze_startup_objects() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG)
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # musl has none
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            mallopt(*option)

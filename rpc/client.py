@@ -5,7 +5,8 @@
     client.notify(Progress(...))            # no reply, never blocks
 
 Invariants:
-- Replies are matched by number; any number of requests may be under way at once. A reply to a finished request is ignored.
+- Replies are matched by number; any number of requests may be under way at once, and one message may bring several replies. A reply
+  to a finished request is ignored.
 - With `resend_s` a request is sent again after that long without a reply, and at once when `trust` names the key of another process
   of the service, which must treat a repetition as the same request. A service that restarts meanwhile goes unnoticed. Without it
   a request is sent once.
@@ -29,7 +30,17 @@ import zmq.asyncio
 from ..errors import DeadlineExceeded, RequestRefused, StateError, TrackedWait, WireError
 from . import wire
 from .security import KeyPair, configure_client, split_address
-from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, Frame, RpcMessage, RpcRefusal, enable_keepalive
+from .wire import (
+    FRAME_LIMIT,
+    LINGER_MS,
+    ONE_WAY,
+    AsyncSocket,
+    Frame,
+    RpcMessage,
+    RpcRefusal,
+    enable_keepalive,
+    limit_loopback,
+)
 
 STEP_S = 5.0  # longest step by which a deadline is counted down
 R = TypeVar("R")
@@ -76,14 +87,12 @@ class RpcClient:
         self._pair = pair
         self._trusted = ""
         self._service = service
-        self._reply_type: type[RpcMessage[Any]] = RpcMessage[replies | RpcRefusal]
+        self._reply_type: type[list[RpcMessage[Any]]] = list[RpcMessage[replies | RpcRefusal]]
         self._resend_s = resend_s
         self._frame_limit = frame_limit
         self._numbers = itertools.count(ONE_WAY + 1)
         self._pending: dict[int, _Pending] = {}
-        self._replaced: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # another process has the service
+        self._pauses: set[asyncio.Future[bool]] = set()  # see `_pause`
         self._own_context = None if context is not None else zmq.asyncio.Context()
         socket = (context or self._own_context or zmq.asyncio.Context()).socket(zmq.DEALER)
         if identity is not None:
@@ -91,6 +100,7 @@ class RpcClient:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.IMMEDIATE, int(resend_s is not None))
         enable_keepalive(socket)
+        limit_loopback(socket, self._address)
         self._raw, self._socket = socket, AsyncSocket(socket)
         if key is None:
             socket.connect(self._address)
@@ -104,8 +114,8 @@ class RpcClient:
             return
         if self._trusted:
             self._socket.disconnect(self._address)
-            self._replaced.set_result(None)
-            self._replaced = asyncio.get_running_loop().create_future()
+            for pause in self._pauses:
+                _end(pause, over=False)
         self._trusted = key
         if key:
             configure_client(self._raw, key, self._pair)
@@ -128,19 +138,18 @@ class RpcClient:
         with TrackedWait(self.name, waits_for, None if deadline_s == float("inf") else deadline_s):
             try:
                 while not reply.done() and left > 0:
-                    step, began, replaced = min(left, self._resend_s or STEP_S), time.monotonic(), self._replaced
-                    ends = [reply, replaced] if again else [reply]
+                    step, began, over = min(left, self._resend_s or STEP_S), time.monotonic(), True
                     if not (unsent or again) or self._try_send(frames):
                         unsent = False
-                        await asyncio.wait(ends, timeout=step, return_when=asyncio.FIRST_COMPLETED)
+                        over = await self._pause(reply, step)
                     else:
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(step):
                                 while unsent := not self._try_send(frames):
                                     await self._socket.poll_send()
-                                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                                over = await self._pause(reply, step)
                     # By the step, not the clock, see above, unless it was cut short.
-                    left -= min(step, time.monotonic() - began) if replaced.done() else step
+                    left -= step if over else min(step, time.monotonic() - began)
             finally:
                 reply.cancel()
         if reply.cancelled():
@@ -175,6 +184,20 @@ class RpcClient:
         if self._own_context is not None:
             self._own_context.term()
 
+    async def _pause(self, reply: asyncio.Future[Any], seconds: float) -> bool:
+        """Until the reply is there, another process has the service, or `seconds` are over; whether they are. `asyncio.wait` for a
+        future that all requests share would look at all of them for each."""
+        loop = asyncio.get_running_loop()
+        pause: asyncio.Future[bool] = loop.create_future()
+        timer = loop.call_later(seconds, _end, pause)
+        reply.add_done_callback(lambda _: _end(pause, over=False))
+        self._pauses.add(pause)
+        try:
+            return await pause
+        finally:
+            timer.cancel()
+            self._pauses.discard(pause)
+
     def _begin(self, message: Any, reply_type: type[R]) -> tuple[list[Frame], asyncio.Future[R]]:
         number = next(self._numbers)
         frames = wire.encode(RpcMessage(number, message))
@@ -200,14 +223,18 @@ class RpcClient:
             await self._socket.poll()
 
     def _resolve(self, frames: Sequence[Frame]) -> None:
-        """Complete the request that a message replies to; one that cannot be decoded fails all that are pending."""
+        """Complete the requests that a message replies to; one that cannot be decoded fails all that are pending."""
         try:
-            reply = wire.decode(self._reply_type, frames)
+            replies = wire.decode(self._reply_type, frames)
         except WireError as error:
             for pending in list(self._pending.values()):
                 if not pending.reply.done():
                     pending.reply.set_exception(error)
             return
+        for reply in replies:
+            self._complete(reply)
+
+    def _complete(self, reply: RpcMessage[Any]) -> None:
         pending = self._pending.get(reply.number)
         if pending is None or pending.reply.done():
             return
@@ -219,6 +246,11 @@ class RpcClient:
             pending.reply.set_exception(StateError(f"{self._service} answered {pending.request} with {found}"))
         else:
             pending.reply.set_result(reply.message)
+
+
+def _end(pause: asyncio.Future[bool], *, over: bool = True) -> None:
+    if not pause.done():
+        pause.set_result(over)
 
 
 class RpcNotifier:

@@ -37,7 +37,7 @@ import zmq.asyncio
 from ..errors import RequestRefused, TrackedWait, WireError
 from . import wire
 from .security import CurveServer, KeyPair, PeerTable, split_address
-from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, RpcMessage, RpcRefusal, enable_keepalive
+from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, RpcMessage, RpcRefusal, enable_keepalive, limit_loopback
 
 log = logging.getLogger(__name__)
 NO_REQUEST = "that is no request"  # how the refusal of what cannot be decoded begins
@@ -105,8 +105,10 @@ class RpcServer(Generic[M]):
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         enable_keepalive(socket)
         self._guard.configure(socket)
+        endpoint, _ = split_address(address)
+        limit_loopback(socket, endpoint)
         try:
-            socket.bind(split_address(address)[0])
+            socket.bind(endpoint)
         except zmq.ZMQError:
             self.close()
             raise
@@ -171,13 +173,17 @@ class RpcServer(Generic[M]):
 
     def reply(self, identity: bytes, number: int, message: Any) -> None:
         """Reply to request `number` of the connection `identity`; nothing for a one-way message."""
-        if number != ONE_WAY:
-            self._socket.send([identity, *wire.encode(RpcMessage(number, message))])
+        self.reply_all([(identity, number, message)])
 
     def reply_all(self, replies: Iterable[tuple[bytes, int, Any]]) -> None:
-        """Send replies of (identity, number, message)."""
+        """Send replies of (identity, number, message). Those to one connection travel as one message, in their order: each message
+        costs both ends system calls and wakes two threads."""
+        to: dict[bytes, list[RpcMessage[Any]]] = {}
         for identity, number, message in replies:
-            self.reply(identity, number, message)
+            if number != ONE_WAY:
+                to.setdefault(identity, []).append(RpcMessage(number, message))
+        for identity, messages in to.items():
+            self._socket.send([identity, *wire.encode(messages)])
 
     async def poll(self, timeout_s: float | None = None) -> None:
         """Return when a message has arrived, after `timeout_s`, or at `wake`."""

@@ -140,18 +140,18 @@ class Mallory:
         """The buffer's, after all that was sent before."""
         await self.send(frames_of(m.Envelope(LAST, m.RequestStats())))
         while True:
-            envelope = wire.decode(m.ReplyEnvelope, await self.socket.recv_multipart())
-            match reply := envelope.message:
-                case m.Stats() as stats if envelope.number == LAST:
-                    return stats
-                case RpcRefusal(reason) if reason.startswith(NO_REQUEST):
-                    self.malformed += 1
-                case RpcRefusal():
-                    self.refused += 1
-                case m.Ack() | m.CancelledEpisodes() if envelope.number == PAST:
-                    self.past += 1
-                case _:
-                    self.accepted.append(reply)
+            for envelope in wire.decode(list[m.ReplyEnvelope], await self.socket.recv_multipart()):
+                match reply := envelope.message:
+                    case m.Stats() as stats if envelope.number == LAST:
+                        return stats
+                    case RpcRefusal(reason) if reason.startswith(NO_REQUEST):
+                        self.malformed += 1
+                    case RpcRefusal():
+                        self.refused += 1
+                    case m.Ack() | m.CancelledEpisodes() if envelope.number == PAST:
+                        self.past += 1
+                    case _:
+                        self.accepted.append(reply)
 
 
 async def test_hostile_messages_change_nothing_and_keep_nobody_from_work(tmp_path: Path, address: str) -> None:

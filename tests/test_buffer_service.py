@@ -501,7 +501,7 @@ async def raw(address: str, identity: bytes) -> AsyncIterator[zmq.asyncio.Socket
 
 async def ask(dealer: zmq.asyncio.Socket, number: int, request: m.Request) -> m.Reply:
     await dealer.send_multipart(wire.encode(m.Envelope(number, request)))
-    reply = wire.decode(m.ReplyEnvelope, await dealer.recv_multipart())
+    (reply,) = wire.decode(list[m.ReplyEnvelope], await dealer.recv_multipart())
     assert reply.number == number
     return reply.message
 

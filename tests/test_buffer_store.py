@@ -109,7 +109,7 @@ def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatc
         assert len(store.trajectories(0)) == 20
     verbs = [s.split(" VALUES")[0] for s in statements if " VALUES" in s]
     assert verbs.count("INSERT INTO episodes") == 10  # two of 14 values each
-    assert verbs.count("INSERT INTO trajectories") == 4
+    assert verbs.count("INSERT INTO trajectories") == 5  # four of 8 values each
 
 
 def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.buffer import trajectory as module
-from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory, Turn, VersionSpan, sampled_of
+from slipstream.buffer.trajectory import (
+    FINISHED,
+    TRUNCATED,
+    EncodedTrajectory,
+    Outcome,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    sampled_of,
+)
 from slipstream.errors import WireError
 
 VALID = Trajectory(
@@ -99,6 +108,15 @@ def test_a_broken_invariant_is_refused_by_name(change: dict[str, object], says: 
         msgspec.structs.replace(VALID, **change).check()
     assert "0.0.1.0" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["asked", "queued_s", "first_s", "decode_s"])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -0.5])
+def test_a_time_of_a_turn_that_is_none_cannot_be_decoded(field: str, seconds: float) -> None:
+    turn = msgspec.structs.replace(VALID.turns[0], **{field: seconds})
+    sent = EncodedTrajectory.of(msgspec.structs.replace(VALID, turns=(turn, VALID.turns[1])))
+    with pytest.raises(WireError, match=r"not a trajectory: Expected `float` .* at `\$.turns\[0\]"):
+        sent.decode()
 
 
 def test_a_trajectory_has_a_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:

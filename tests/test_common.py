@@ -203,3 +203,23 @@ async def test_a_loop_that_stood_still_looks_at_what_came_before_it_is_overdue()
     with pytest.raises(Overdue):
         await within(0.05, never())
     assert cancelled.is_set()
+
+
+FAULTS = """
+import resource
+from slipstream.common.gc import freeze_startup_objects
+freeze_startup_objects()
+def messages():
+    for _ in range(10):
+        _ = [b"x" * (1 << 20) for _ in range(20)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+before = messages()
+print(messages() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an option of glibc")
+def test_a_process_keeps_the_memory_of_messages_that_are_gone() -> None:
+    """200 blocks of 256 pages each, and 20 at once. With glibc's own bounds nearly every page is a fault each time."""
+    ran = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=60)
+    assert int(ran.stdout) < 256 * 20

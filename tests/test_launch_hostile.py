@@ -251,7 +251,7 @@ async def test_a_row_of_a_step_that_is_none_is_refused_by_its_name(tmp_path: Pat
         message = {"type": "StepReported", "role": "learner-0", "summary": row}
         with Mallory(there.signals.address) as mallory:
             await mallory.send([wire.FORMAT + msgspec.msgpack.encode([7, message])])
-            answer = wire.decode(RpcMessage[wire.RpcRefusal], await mallory.receive())
+            (answer,) = wire.decode(list[RpcMessage[wire.RpcRefusal]], await mallory.receive())
         assert answer.number == 7
         assert answer.message.reason.startswith("that is no request: ")
         assert "summary" in answer.message.reason

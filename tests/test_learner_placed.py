@@ -166,7 +166,8 @@ async def test_nonsense_and_strangers_change_nothing(
         curve.configure_client(other, own.public, worker)
         other.connect(address)
         await other.send_multipart(wire.encode(RpcMessage(1, m.LoadAuxModel("/nowhere"))))
-        refusal = wire.decode(RpcMessage[m.Reply | RpcRefusal], await asyncio.wait_for(other.recv_multipart(), 30))
+        kind = list[RpcMessage[m.Reply | RpcRefusal]]
+        (refusal,) = wire.decode(kind, await asyncio.wait_for(other.recv_multipart(), 30))
         assert refusal.message == RpcRefusal("worker-0 has no right to LoadAuxModel")
         for socket in (stranger, member):
             socket.connect(address)
@@ -177,10 +178,7 @@ async def test_nonsense_and_strangers_change_nothing(
         outputs = await model.score(RETURNS)()
         assert len(outputs) == len(SEQUENCES.token_ids)
         await member.send_multipart(good)
-        replies = [
-            wire.decode(RpcMessage[m.Reply | RpcRefusal], await asyncio.wait_for(member.recv_multipart(), 30)).message
-            for _ in range(3)
-        ]
+        replies = [wire.decode(kind, await asyncio.wait_for(member.recv_multipart(), 30))[0].message for _ in range(3)]
         assert [type(reply) for reply in replies] == [RpcRefusal, RpcRefusal, m.RankOutputs]  # those with a number
         assert await stranger.poll(300) == 0
         await model.learn([RETURNS])()

@@ -117,6 +117,29 @@ async def test_a_handler_may_reply_later_and_another_reply_overtakes() -> None:
             assert (await client.request(add(6), Sum, SOON)).total == 6
 
 
+async def test_replies_to_one_connection_travel_together_in_their_order() -> None:
+    context = zmq.asyncio.Context()
+    server: RpcServer[Add] = RpcServer("tcp://127.0.0.1:*", "the adder", Add)
+    with client_of(server.address) as client:
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(server.address)
+        asked = [client.send(add(i), Sum) for i in range(3)]
+        for number in (ONE_WAY, 8, 7):
+            await stranger.send_multipart(wire.encode(RpcMessage(number, add(number))))
+        requests = list[RpcRequest[Add]]()
+        async with asyncio.timeout(SOON):
+            while len(requests) < 6:
+                requests += server.requests()
+                await server.poll(0.1)
+        server.reply_all((r.identity, r.number, Sum(int(r.message.values[0]))) for r in requests)
+        replies = wire.decode(list[RpcMessage[Sum]], await stranger.recv_multipart())
+        assert replies == [RpcMessage(8, Sum(8)), RpcMessage(7, Sum(7))]
+        assert [reply.total for reply in await asyncio.gather(*asked)] == [0, 1, 2]
+        stranger.close()
+    server.close()
+    context.term()
+
+
 async def test_silence_is_a_named_wait_and_ends_at_the_deadline(address: str) -> None:
     with client_of(address) as client:
         asked = asyncio.create_task(client.request(add(1), Sum, 0.3))
@@ -208,7 +231,8 @@ async def test_what_is_no_request_is_dropped_and_logged_at_powers_of_two(caplog:
         for bad in ([b"nonsense"], [*good, b"more"], [b""], wire.encode(RpcMessage(1, Sum(1))), wire.encode(add(1))):
             await stranger.send_multipart(bad)
         await stranger.send_multipart(good)
-        answers = [wire.decode(RpcMessage[Replies | RpcRefusal], await stranger.recv_multipart()) for _ in range(3)]
+        kind = list[RpcMessage[Replies | RpcRefusal]]
+        answers = [wire.decode(kind, await stranger.recv_multipart())[0] for _ in range(3)]
         assert answers.pop() == RpcMessage(7, Sum(3))
         assert [answer.number for answer in answers] == [7, 1]  # of those whose number can be read
         for answer, why in zip(answers, ("2 array frames came", "Invalid value 'Sum'"), strict=True):
