@@ -23,7 +23,7 @@ from ...configs.environments import EnvironmentKind
 from ...errors import ConfigError, EnvError, ToolError, describe, describe_user_error
 from ...rpc.security import PeerTable, make_pair
 from ...rpc.server import RpcRequest, RpcServer
-from ..base import Environment, Message, Observation, StepResult, Task, TaskSource, as_number, checked
+from ..base import Environment, Message, Observation, StepResult, Task, TaskSource, as_number, checked, checked_metrics
 from ..registry import task_source
 from ..tools import ToolCallTracker, in_thread
 from .messages import (
@@ -129,7 +129,7 @@ class EnvHost:
             raise EnvError(f"{why}; `task` is a plain function, `def task`")
         if not isinstance(task, Task):
             raise EnvError(f"it returned {task!r:.100}; return Task(id, payload)")
-        return task
+        return checked(task, Task)
 
     async def _call(self, call: str, work: Coroutine[Any, Any, Any], tools: ToolCallTracker) -> Any:
         """Await a call of an environment, in a task that can be cancelled."""
@@ -199,7 +199,7 @@ def valid_result(result: object) -> StepResult:
     if (reward := as_number(result.reward)) is None:
         raise EnvError(without_await(result.reward) or f"a reward of {result.reward!r:.100}; allowed are numbers")
     messages = checked(result.messages, tuple[Message, ...])
-    metrics = {str(name): float(value) for name, value in result.metrics.items()}
+    metrics = checked_metrics(result.metrics)
     return StepResult(messages, reward, bool(result.done), bool(result.truncated), metrics)
 
 
