@@ -179,8 +179,17 @@ class EnvGuard:
         return result
 
     async def close(self) -> None:
-        """Release the environment. A failure here is logged and changes no reward."""
+        """Release the environment. A failure here is logged and changes no reward. A caller that is cancelled returns only when the
+        environment is closed, too."""
         self._closed = True
+        closing = asyncio.create_task(self._close(), name=f"end of the environment of task {self.task.id!r:.100}")
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await asyncio.wait({closing})
+            raise
+
+    async def _close(self) -> None:
         try:
             if self._inner is not None:
                 await with_deadline(

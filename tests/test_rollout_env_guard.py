@@ -89,6 +89,32 @@ async def test_the_id_of_a_task_can_be_delivered(monkeypatch) -> None:
         await stepped(StepResult(done=True), monkeypatch)
 
 
+class ClosesSlowly(Returns):
+    closing: asyncio.Event
+    said: tuple[str, ...] = ()
+
+    async def close(self) -> None:
+        ClosesSlowly.said += ("begun",)
+        self.closing.set()
+        await asyncio.sleep(0.05)
+        ClosesSlowly.said += ("closed",)
+
+
+async def test_a_cancellation_while_the_environment_closes_does_not_stop_that(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "closes_module", sys.modules[__name__])
+    monkeypatch.setattr(ClosesSlowly, "said", ())
+    monkeypatch.setattr(ClosesSlowly, "closing", asyncio.Event(), raising=False)
+    (part,) = parts_of(PythonEnv(factory="closes_module:ClosesSlowly"), "train", 0)
+    guard = EnvGuard(part, EpisodeLimits(10.0, 10.0, 10.0), TaskMemo())
+    await guard.open(0)
+    closing = asyncio.create_task(guard.close())
+    await ClosesSlowly.closing.wait()
+    closing.cancel()
+    await asyncio.wait({closing})
+    assert closing.cancelled()
+    assert ClosesSlowly.said == ("begun", "closed")
+
+
 class Counts(Returns):
     calls: tuple[int, ...] = ()
 
