@@ -5,7 +5,8 @@
     client.notify(Progress(...))            # no reply, never blocks
 
 Invariants:
-- Replies are matched by number; any number of requests may be under way at once. A reply to a finished request is ignored.
+- Replies are matched by number; any number of requests may be under way at once. A reply to a finished request is ignored. One that
+  cannot be decoded fails its own request, and no other.
 - With `resend_s` a request is sent again after that long without a reply, and at once when `trust` names the key of another process
   of the service, which must treat a repetition as the same request. A service that restarts meanwhile goes unnoticed. Without it
   a request is sent once.
@@ -200,11 +201,13 @@ class RpcClient:
             await self._socket.poll()
 
     def _resolve(self, frames: Sequence[Frame]) -> None:
-        """Complete the request that a message replies to; one that cannot be decoded fails all that are pending."""
+        """Complete the request that a message replies to. One that cannot be decoded fails it, and all that are pending where it
+        does not even have a number."""
         try:
             reply = wire.decode(self._reply_type, frames)
         except WireError as error:
-            for pending in list(self._pending.values()):
+            number = wire.number_of(frames)
+            for pending in [p for n, p in self._pending.items() if number in (n, ONE_WAY)]:
                 if not pending.reply.done():
                     pending.reply.set_exception(error)
             return
