@@ -198,7 +198,7 @@ class BufferClient:
         `image_files` has the files of all images in both, by digest.
 
         Raises:
-            WireError: a trajectory is longer than the buffer takes.
+            WireError: a trajectory is longer than the buffer takes, or has text without an encoding; nothing was sent.
         """
         outcome = msgspec.structs.replace(outcome, detail=outcome.detail[:DETAIL_LIMIT])
         branches, failed = (tuple(map(EncodedTrajectory.of, some)) for some in (trajectories, failed_branches))
