@@ -294,18 +294,13 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> EncodedTrajectory:
-        """Raises WireError: a text in it has no encoding."""
         experts = trajectory.experts
         layout = None if experts is None else layout_of(experts)
         header = msgspec.structs.replace(TrajectoryHeader(*_header_of(trajectory)), expert_layout=layout)
         arrays = [trajectory.token_ids, trajectory.behavior_logprobs, trajectory.loss_mask]
         arrays += [] if experts is None else [experts]
         joined = b"".join(np.ascontiguousarray(one).data for one in arrays)
-        try:
-            encoded = msgspec.msgpack.encode(header)
-        except UnicodeEncodeError as error:
-            raise WireError(f"trajectory {trajectory.id!r}: {error}") from None
-        return cls(FORMAT + encoded, np.frombuffer(joined, dtype=np.uint8))
+        return cls(FORMAT + msgspec.msgpack.encode(header), np.frombuffer(joined, dtype=np.uint8))
 
     def decode(self) -> Trajectory:
         """Arrays are views of the bytes. Raises WireError; the invariants of this module are not checked."""
