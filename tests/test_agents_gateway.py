@@ -298,7 +298,8 @@ async def test_more_calls_than_an_episode_may_have_under_way_come_later(
 
         patient = openai.DefaultAsyncHttpxClient(event_hooks={"request": [answer]})
         again = openai_client(endpoint, max_retries=5, http_client=patient).chat.completions
-        assert (await again.create(model="policy", messages=QUESTION)).choices[0].message.content == "late"
+        other: Any = [{"role": "user", "content": "another"}]
+        assert (await again.create(model="policy", messages=other)).choices[0].message.content == "late"
     assert script.check_exact(session) == 3
 
 
