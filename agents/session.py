@@ -4,7 +4,7 @@ Invariants:
 - Sampled ids enter the record as the engine returned them and never change.
 - A later turn is rendered as an exact extension of the completion that it answers. Where the chat format cannot extend it, or the
   agent rewrote the history, a new branch opens; its earlier turns are context without loss. No sampled token is ever masked.
-- Calls may run at the same time, and repeat each other: the record is a tree (`tree.py`).
+- Calls may run at the same time, and repeat each other: the record is a tree (`tree.py`). At most `REPLIES` are sampled at once.
 - Every sampled token carries its log-prob and the policy version that the engine reported for it.
 - A completion that the engine interrupts (`abort`) continues from the tokens it has, within the same token budget.
 - No hot loop: after an abort before the first token, the session waits before it tries again.
@@ -39,6 +39,7 @@ T = TypeVar("T")
 RETRY_S = 0.05  # pause after a completion that was aborted before its first token; doubles after each one in a row
 RETRY_LIMIT_S = 2.0  # longest such pause; the episode's deadline ends the retries
 ONE_REPLY = SampleRequest()
+REPLIES = 64  # of one episode that are sampled at once; the others wait
 LONG_TEXT = 1 << 14  # characters of messages that are rendered in a thread: about 10 ms of work
 
 
@@ -92,6 +93,7 @@ class Session:
         self._vocabulary = vocabulary
         self._max_tokens_per_turn = max_tokens_per_turn
         self._max_tokens = max_tokens
+        self._turns = asyncio.Semaphore(REPLIES)
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
         """Reply to a conversation. See `Policy.chat`. Raises what `sample` raises."""
@@ -229,7 +231,8 @@ class Session:
         return placed
 
     async def _reply(self, prompt: _Prompt, tools: tuple[ToolSpec, ...], request: SampleRequest, key: bytes) -> Reply:
-        completion = await self._complete(prompt, request)
+        async with self._turns:
+            completion = await self._complete(prompt, request)
         own = request.max_tokens is not None and len(completion.token_ids) >= request.max_tokens
         self.cut_short = completion.finish_reason == "length" and not own
         text, completion = self._stopped(completion, request.stop)

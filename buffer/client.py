@@ -198,10 +198,13 @@ class BufferClient:
         `image_files` has the files of all images in both, by digest.
 
         Raises:
-            WireError: a trajectory is longer than the buffer takes.
+            WireError: a trajectory is longer than the buffer takes, or has text without an encoding; nothing was sent.
         """
         outcome = msgspec.structs.replace(outcome, detail=outcome.detail[:DETAIL_LIMIT])
-        branches, failed = (tuple(map(EncodedTrajectory.of, some)) for some in (trajectories, failed_branches))
+        try:
+            branches, failed = (tuple(map(EncodedTrajectory.of, some)) for some in (trajectories, failed_branches))
+        except UnicodeEncodeError as error:
+            raise WireError(f"a text in the trajectories of episode {episode_id}: {error}") from None
         named = {image.digest for one in (*trajectories, *failed_branches) for image in one.images}
         images = tuple(np.frombuffer(image_files[digest], dtype=np.uint8) for digest in sorted(named))
         delivery = m.DeliverEpisode(self.name, episode_id, generated, outcome, branches, failed, images)

@@ -10,17 +10,18 @@ Invariants:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
 from ..common.images import check_image
 from ..common.unawaited import without_await
-from ..errors import EnvError
+from ..errors import EnvError, encodable
 
 T = TypeVar("T")
 
+METRIC_LIMIT = 200  # characters of a metric's name
 JSON = dict[str, Any]  # a JSON object without a fixed type: a tool's JSON schema, its arguments, a task's payload
 
 
@@ -162,6 +163,22 @@ def as_number(value: object) -> float | None:
         return float(value)  # pyright: ignore[reportArgumentType]  (it has __float__)
     except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers
         return None
+
+
+def checked_metrics(metrics: object) -> dict[str, float]:
+    """The metrics of a step: numbers of Python, numpy or torch by names that have an encoding. Raises EnvError."""
+    if why := without_await(metrics):
+        raise EnvError(why)
+    if not isinstance(metrics, Mapping):
+        raise EnvError(f"metrics of {metrics!r:.100}; allowed are numbers by their names")
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or encodable(name) != name or len(name) > METRIC_LIMIT:
+            raise EnvError(f"a metric with the name {name!r:.100}; allowed is text of {METRIC_LIMIT} characters")
+        if (number := as_number(value)) is None:
+            raise EnvError(without_await(value) or f"the metric {name!r:.100} is {value!r:.100}; allowed are numbers")
+        found[name] = number
+    return found
 
 
 def checked(value: object, kind: type[T]) -> T:

@@ -31,7 +31,7 @@ import psutil
 from ..common.unawaited import UnawaitedLog, without_await
 from ..configs.environments import EnvironmentKind
 from ..errors import EnvError, SlipstreamError, describe_user_error
-from .base import Environment, Message, Observation, StepResult, Task, TaskSource
+from .base import Environment, Message, Observation, StepResult, Task, TaskSource, checked_metrics
 from .registry import task_source
 from .scripted_policy import scripted
 from .simple import Split
@@ -128,6 +128,12 @@ async def step(env: Environment, message: Message, has_tools: bool) -> StepResul
     reward = getattr(result, "reward", None)
     if isinstance(reward, str) or (isinstance(reward, float) and not math.isfinite(reward)):
         raise BrokenCall(f"step returned the reward {reward!r}; a reward is a finite number")
+    try:
+        metrics = checked_metrics(getattr(result, "metrics", {}))
+    except EnvError as error:
+        raise BrokenCall(f"step: {error}") from None
+    if isinstance(result, StepResult):
+        result = msgspec.structs.replace(result, metrics=metrics)
     result = checked(result, StepResult, "step")
     if result.done:
         return result

@@ -26,10 +26,28 @@ from ..buffer.trajectory import CALLS_LIMIT, NAME_LIMIT, EnvCall
 from ..common.tasks import being_cancelled
 from ..common.unawaited import UnawaitedLog, without_await
 from ..envs import EnvPart
-from ..envs.base import Environment, Message, Observation, StepResult, Task, as_number, check_images, checked
+from ..envs.base import (
+    Environment,
+    Message,
+    Observation,
+    StepResult,
+    Task,
+    as_number,
+    check_images,
+    checked,
+    checked_metrics,
+)
 from ..envs.isolation.source import IsolatedEnv
 from ..envs.tools import ToolCallTracker, in_thread
-from ..errors import DeadlineExceeded, EnvError, PolicyError, ToolError, describe_user_error, with_deadline
+from ..errors import (
+    DeadlineExceeded,
+    EnvError,
+    PolicyError,
+    ToolError,
+    describe_user_error,
+    encodable,
+    with_deadline,
+)
 from .loop_watchdog import calls_user_code
 
 log = logging.getLogger(__name__)
@@ -118,7 +136,7 @@ class EnvGuard:
                     raise EnvError(f"{why}; `task` is a plain function, `def task`")
                 if not isinstance(task, Task):
                     raise EnvError(f"it returned {task!r:.100}; return Task(id, payload)")
-                if not isinstance(task.id, str) or len(task.id) > NAME_LIMIT:
+                if not isinstance(task.id, str) or len(task.id) > NAME_LIMIT or encodable(task.id) != task.id:
                     raise EnvError(f"its id must be text of at most {NAME_LIMIT} characters, not {task.id!r:.100}")
                 return task
 
@@ -152,17 +170,26 @@ class EnvGuard:
                 wrong = f"a reward of {result.reward!r:.100}; allowed are numbers up to {REWARD_LIMIT:g}"
                 raise EnvError(without_await(result.reward) or wrong)
             self.rewards.append(reward)
-            messages = checked(result.messages, tuple[Message, ...])
+            messages, metrics = checked(result.messages, tuple[Message, ...]), checked_metrics(result.metrics)
             await self._checked_images(messages)
-            result = msgspec.structs.replace(result, messages=messages, reward=reward)
+            result = msgspec.structs.replace(result, messages=messages, reward=reward, metrics=metrics)
             self.transcript += (message, *result.messages)
-            self.metrics |= {name: float(value) for name, value in result.metrics.items()}
+            self.metrics |= metrics
             self.finished = result.done and not result.truncated
         return result
 
     async def close(self) -> None:
-        """Release the environment. A failure here is logged and changes no reward."""
+        """Release the environment. A failure here is logged and changes no reward. A caller that is cancelled returns only when the
+        environment is closed, too."""
         self._closed = True
+        closing = asyncio.create_task(self._close(), name=f"end of the environment of task {self.task.id!r:.100}")
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await asyncio.wait({closing})
+            raise
+
+    async def _close(self) -> None:
         try:
             if self._inner is not None:
                 await with_deadline(

@@ -9,6 +9,7 @@ Invariants:
   that it asked for before `Concurrency.cap` fell still comes, and is played.
 - A smaller number of slots ends no running episode; fewer new ones start.
 - Every token that an engine returned to this worker is reported with its version, also when its episode fails or is cancelled.
+- An episode that is too large to be delivered has failed, and is delivered without its branches.
 - An episode whose lease is lost or whose group is complete is cancelled as soon as the buffer reports it.
 - `run` returns all leases before it returns.
 """
@@ -28,6 +29,7 @@ from ..buffer.messages import Lease
 from ..buffer.trajectory import UNWANTED, Outcome
 from ..common.spans import RecordSpan, no_record
 from ..common.tasks import Stopped, run_or_stop
+from ..errors import WireError
 from .concurrency import Concurrency
 from .failures import FailureLog, FailureWindow
 from .loop_watchdog import EventLoopWatchdog
@@ -139,7 +141,11 @@ class Worker:
                 raise
             result = CANCELLED
         branches = result.trajectories, result.failed_branches
-        await self._buffer.deliver(episode_id, generated, result.outcome, *branches, result.image_files)
+        try:
+            await self._buffer.deliver(episode_id, generated, result.outcome, *branches, result.image_files)
+        except WireError as error:
+            result = EpisodeResult(Outcome("failed", "policy", f"it cannot be delivered: {error}"), 0.0, (), error)
+            await self._buffer.deliver(episode_id, generated, result.outcome, (), (), {})
         self._ended += 1
         async with self._changed:
             del self._running[episode_id]

@@ -6,7 +6,7 @@
 
 Invariants:
 - Replies are matched by number; any number of requests may be under way at once, and one message may bring several replies. A reply
-  to a finished request is ignored.
+  to a finished request is ignored. A message that cannot be decoded fails the requests that it answers, and no other.
 - With `resend_s` a request is sent again after that long without a reply, and at once when `trust` names the key of another process
   of the service, which must treat a repetition as the same request. A service that restarts meanwhile goes unnoticed. Without it
   a request is sent once.
@@ -223,12 +223,14 @@ class RpcClient:
             await self._socket.poll()
 
     def _resolve(self, frames: Sequence[Frame]) -> None:
-        """Complete the requests that a message replies to; one that cannot be decoded fails all that are pending."""
+        """Complete the requests that a message replies to. One that cannot be decoded fails these, and all that are pending where
+        not even their numbers can be read."""
         try:
             replies = wire.decode(self._reply_type, frames)
         except WireError as error:
-            for pending in list(self._pending.values()):
-                if not pending.reply.done():
+            for number in wire.numbers_of(frames) or list(self._pending):
+                pending = self._pending.get(number)
+                if pending is not None and not pending.reply.done():
                     pending.reply.set_exception(error)
             return
         for reply in replies:

@@ -86,13 +86,23 @@ def decode(kind: type[M], frames: Sequence[Frame]) -> M:
 
 
 def number_of(frames: Sequence[Frame]) -> int:
-    """The number of a request or reply whose message may be anything; `ONE_WAY` where there is none."""
+    """The number of a request whose message may be anything; `ONE_WAY` where there is none."""
+    return (_numbers(frames, _request_decoder) or [ONE_WAY])[0]
+
+
+def numbers_of(frames: Sequence[Frame]) -> list[int]:
+    """The numbers of the replies of one message, which may be anything; empty where there are none."""
+    return _numbers(frames, _replies_decoder)
+
+
+def _numbers(frames: Sequence[Frame], decoder: msgspec.msgpack.Decoder[Any]) -> list[int]:
     if not frames or bytes(frames[0][:1]) != FORMAT:
-        return ONE_WAY
+        return []
     try:
-        return _number_decoder.decode(frames[0][1:]).number
+        found = decoder.decode(frames[0][1:])
     except (msgspec.MsgspecError, ValueError, UnicodeDecodeError, RecursionError):
-        return ONE_WAY
+        return []
+    return [one.number for one in (found if isinstance(found, list) else [found])]
 
 
 class _Call(threading.local):
@@ -131,7 +141,8 @@ def _from_index(annotation: Any, index: Any) -> np.ndarray:
     return array
 
 
-_number_decoder = msgspec.msgpack.Decoder(RpcMessage[msgspec.Raw])
+_request_decoder = msgspec.msgpack.Decoder(RpcMessage[msgspec.Raw])
+_replies_decoder = msgspec.msgpack.Decoder(list[RpcMessage[msgspec.Raw]])
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_index)
 
 

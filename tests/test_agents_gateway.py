@@ -15,7 +15,10 @@ import openai
 import pytest
 from renderers import Renderer
 from slipstream.agents import Session, load_renderer
+from slipstream.agents import session as session_module
 from slipstream.agents.gateway import Endpoint, EnvTools, Gateway
+from slipstream.agents.gateway import endpoint as endpoint_module
+from slipstream.agents.gateway import server as server_module
 from slipstream.envs import CALCULATOR, Message, StepResult, call_tool
 from slipstream.errors import EngineError, ToolError
 from slipstream.tests.scripted import settle
@@ -143,7 +146,7 @@ async def test_responses_plain_and_streamed_are_one_branch(episode: Episode) -> 
         assert cut.usage is not None
         assert cut.usage.output_tokens == 1
     assert script.check_exact(session) == 1
-    assert session.metrics == {"ignored_tools.web_search": 3.0}
+    assert session.metrics == {"ignored_tools": 3.0}
 
 
 async def test_functions_of_a_namespace_are_called_by_a_longer_name(episode: Episode) -> None:
@@ -166,7 +169,19 @@ async def test_functions_of_a_namespace_are_called_by_a_longer_name(episode: Epi
         again = await client.responses.create(input=items, model="policy", tools=tools)
         assert again.output_text == "three"
     assert script.check_exact(session) == 1
-    assert session.metrics == {"ignored_tools.custom": 2.0}
+    assert session.metrics == {"ignored_tools": 2.0}
+
+
+async def test_types_of_tools_that_are_not_known_fill_neither_metrics_nor_the_log(
+    episode: Episode, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with episode(say="reply {}".format) as (endpoint, _, session), openai_client(endpoint) as client:
+        tools: Any = [{"type": f"{number}\n{'long' * 1000}"} for number in range(300)]
+        await client.chat.completions.create(model="policy", messages=QUESTION, tools=tools)
+        await client.responses.create(model="policy", input="q", tools=tools)
+    assert session.metrics == {"ignored_tools": 600.0}
+    assert len(caplog.text.splitlines()) <= 100
+    assert max(map(len, caplog.text.splitlines())) < 300
 
 
 async def test_anthropic_plain_and_streamed_are_one_branch(episode: Episode) -> None:
@@ -250,6 +265,99 @@ async def test_other_models_are_answered_without_loss(episode: Episode) -> None:
     (trajectory,) = delivered(session)
     assert trajectory.sampled == len(script.log[1][1])
     assert session.untrained == 1
+
+
+async def test_more_calls_than_an_episode_may_have_under_way_come_later(
+    episode: Episode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "CALLS", 2)
+    monkeypatch.setattr(server_module, "LATER", {"retry-after-ms": "10"})
+    ended = asyncio.Event()
+
+    async def late() -> str:
+        await ended.wait()
+        return "late"
+
+    async with episode(say=lambda number: late()) as (endpoint, script, session), httpx.AsyncClient() as http:
+        create = openai_client(endpoint).chat.completions.create
+        first = asyncio.create_task(create(model="policy", messages=QUESTION))
+        url, streamed = f"{endpoint.url}/v1/chat/completions", {**ASK, "stream": True}
+        async with http.stream("POST", url, json=streamed):  # its client goes, its call goes on
+            assert [await script.calls.get() for _ in range(2)] == [0, 1]
+        hasty = openai_client(endpoint, max_retries=0).chat.completions
+        with pytest.raises(openai.RateLimitError, match="the episode has 2 calls under way, as many as it may"):
+            await hasty.create(model="policy", messages=QUESTION)
+        claude = anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=endpoint.key, max_retries=0)
+        with pytest.raises(anthropic.RateLimitError, match="rate_limit_error"):
+            await claude.messages.create(model="policy", max_tokens=5, messages=QUESTION)
+
+        async def answer(request: Any) -> None:
+            if request.headers["x-stainless-retry-count"] == "1":
+                ended.set()
+                await asyncio.wait([first])
+
+        patient = openai.DefaultAsyncHttpxClient(event_hooks={"request": [answer]})
+        again = openai_client(endpoint, max_retries=5, http_client=patient).chat.completions
+        other: Any = [{"role": "user", "content": "another"}]
+        assert (await again.create(model="policy", messages=other)).choices[0].message.content == "late"
+    assert script.check_exact(session) == 3
+
+
+async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
+    gateway: Gateway, episode: Episode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "BODIES", 4000)
+    monkeypatch.setattr(server_module, "LARGEST_BODY", 3000)
+    monkeypatch.setattr(server_module, "BODY_S", 0.2)
+    ended = asyncio.Event()
+
+    async def late() -> str:
+        await ended.wait()
+        return "late"
+
+    def ask(size: int) -> Any:
+        return {**ASK, "metadata": "x" * size}
+
+    async with episode(say=lambda number: late()) as (endpoint, script, _), httpx.AsyncClient() as http:
+        url = f"{endpoint.url}/v1/chat/completions"
+        first = asyncio.create_task(http.post(url, json=ask(2500)))
+        await script.calls.get()
+        refused = [await http.post(one, json=ask(2500)) for one in (url, endpoint.mcp)]
+        assert [one.status_code for one in refused] == [429, 404]
+        assert "have more than 4000 bytes" in refused[0].json()["error"]["message"]
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        head = f"POST /e/{endpoint.key}/v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: 9\r\n\r\n"
+        writer.write(head.encode() + b"{")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        ended.set()
+        assert (await first).status_code == 200
+        too_large = await http.post(url, json=ask(3100))
+        assert (too_large.status_code, too_large.headers["x-should-retry"]) == (413, "false")
+        (calls,) = gateway._episodes.values()
+        assert (calls._requests, calls._bytes) == (0, 0)
+        assert (await http.post(url, json=ask(2500))).status_code == 200
+
+
+async def test_so_many_replies_are_sampled_at_once_and_the_others_wait(
+    episode: Episode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "REPLIES", 2)
+    at_once, most = 0, 0
+
+    async def late() -> str:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await settle()
+        at_once -= 1
+        return "late"
+
+    async with episode(say=lambda number: late()) as (endpoint, script, session), openai_client(endpoint) as client:
+        made = await client.chat.completions.create(model="policy", messages=QUESTION, n=7)
+        assert len(made.choices) == 7
+    assert most == 2
+    assert script.check_exact(session) == 7
 
 
 async def test_an_episode_that_is_over_has_nothing_in_flight(episode: Episode) -> None:

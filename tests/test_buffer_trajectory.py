@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.buffer import trajectory as module
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.trajectory import (
     FINISHED,
     TRUNCATED,
@@ -175,3 +176,9 @@ def test_a_trajectory_of_another_episode_is_refused(change: dict[str, object], s
         sampled_of("0.0.1", (msgspec.structs.replace(VALID, **change),))
     with pytest.raises(WireError, match="the same branch twice"):
         sampled_of("0.0.1", (VALID, VALID))
+
+
+async def test_text_without_an_encoding_is_told_before_anything_is_sent() -> None:
+    bad = msgspec.structs.replace(VALID, task_id="\ud800")
+    with pytest.raises(WireError, match=r"a text in the trajectories of episode 0\.0\.1: .*surrogates not allowed"):
+        await BufferClient("tcp://127.0.0.1:1", "worker-0").deliver("0.0.1", {}, FINISHED, (bad,))

@@ -109,6 +109,9 @@ class Nan(Good):
 class TextReward(Good):
     async def step(self, message): return StepResult(reward="1.0", done=True)
 
+class Metric(Good):
+    async def step(self, message): return StepResult(metrics={"\\ud800": 1.0}, done=True)
+
 class StepRaises(Good):
     async def step(self, message): raise RuntimeError("no sandbox")
 
@@ -177,6 +180,7 @@ FAULTS = [
     ("Silent", "episodes", "is not done and has no message"),
     ("Nan", "episodes", "step returned the reward nan; a reward is a finite number"),
     ("TextReward", "episodes", "step returned the reward '1.0'"),
+    ("Metric", "episodes", r"step: a metric with the name '\\ud800'; allowed is text"),
     ("StepRaises", "episodes", r"step raised RuntimeError: no sandbox \(faulty\.py:\d+ in step\)"),
     ("ReturnsText", "opening", "reset returned 'Say a number.', which is no valid Observation"),
     ("OneMessage", "opening", "which is no valid Observation: Expected `array`"),

@@ -207,6 +207,17 @@ async def test_an_agent_with_a_folder_of_its_own_is_scored_by_its_files(tmp_path
         assert (await played(await opened(config), left)).reward == reward
 
 
+async def test_an_agent_whose_folder_is_the_home_leaves_no_reward_of_its_own(tmp_path: Path) -> None:
+    home = {"environment/Dockerfile": "FROM x\nWORKDIR /root\n", "tests/test.sh": TEST.replace("/app", "/root")}
+    config = harbor(write(tmp_path / "home", ANSWER | home))
+    cheats = ("logs/verifier/reward.json", "./logs/verifier/reward.json", "solution/../logs/verifier/reward.json")
+    for content, reward in ((b"41", 0.0), (b"42", 1.0)):
+        earned = b'{"reward": %d}' % (1 - reward)
+        files = TaskFile("answer.txt", content), *(TaskFile(path, earned) for path in cheats)
+        left = Message("assistant", "done", files=files)
+        assert (await played(await opened(config), left)).reward == reward
+
+
 async def test_what_makes_the_tests_hang_earns_nothing(tmp_path: Path) -> None:
     env = await opened(harbor(write(tmp_path / "sum", SUM), verifier_s=3.0))
     assert (await played(env, shell("echo 'import time; time.sleep(60)' > total.py"), DONE)).reward == 0.0

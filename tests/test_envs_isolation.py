@@ -9,12 +9,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
+import zmq.asyncio
 from slipstream.configs import load
 from slipstream.configs.environments import (
     Dataset,
@@ -24,17 +28,33 @@ from slipstream.configs.environments import (
     absolute_paths,
     without_placement,
 )
-from slipstream.envs import EnvPart, Message, ToolCall, task_source
+from slipstream.envs import EnvPart, Message, Task, ToolCall, task_source
 from slipstream.envs.dataset.source import DatasetSource
 from slipstream.envs.isolation import remote as remote_module
 from slipstream.envs.isolation import serve as serve_module
 from slipstream.envs.isolation import stacks
+from slipstream.envs.isolation.host import EnvHost
+from slipstream.envs.isolation.link import options_of
+from slipstream.envs.isolation.messages import (
+    CallCancelled,
+    CancelCall,
+    CloseEpisode,
+    Describe,
+    Description,
+    EnvReply,
+    EpisodeClosed,
+    EpisodeOpened,
+    ResetEpisode,
+    SourceKey,
+)
+from slipstream.envs.isolation.pool import HostPool
 from slipstream.envs.isolation.remote import EnvKeys
 from slipstream.envs.isolation.serve import EnvServer
 from slipstream.envs.isolation.source import IsolatedEnv
 from slipstream.envs.tools import in_thread
 from slipstream.errors import ConfigError, EnvError, ToolError
 from slipstream.rollout.env_guard import EnvGuard, EpisodeLimits, TaskMemo
+from slipstream.rpc.client import RpcClient
 from slipstream.rpc.security import make_pair
 
 SOON = 60.0
@@ -539,6 +559,75 @@ async def test_a_stranger_gets_nothing(server: Server, tmp_path: Path, monkeypat
             ConfigError, match=r"env: .*waited 1 s .*is `slipstream env serve` running at .*, with the same keys"
         ):
             task_source(playground(isolate=0, address=server.address, keys=keys), "train", 0)
+
+
+GATED = """
+import gate
+from playground import *
+assert gate.opened.wait(60)
+class Gated(Playground):
+    async def reset(self, task):
+        gate.resets += 1
+        return await super().reset(task)
+"""
+
+
+def reset_of(config: PythonEnv) -> ResetEpisode:
+    key = SourceKey("env", options_of(config), "train", 0)
+    return ResetEpisode("reset", key, "episode", Task("p", {"n": 1}), 1.0)
+
+
+@pytest.mark.parametrize(
+    "ends", [CancelCall("reset"), CloseEpisode("close", "episode")], ids=lambda r: type(r).__name__
+)
+async def test_an_episode_that_ends_while_its_source_is_made_leaves_no_environment(
+    ends: CancelCall | CloseEpisode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gated.py").write_text(GATED)
+    gate: Any = ModuleType("gate")
+    gate.opened, gate.resets = threading.Event(), 0
+    monkeypatch.setitem(sys.modules, "gate", gate)
+    monkeypatch.delitem(sys.modules, "gated", raising=False)
+    host = EnvHost()
+    resetting = asyncio.create_task(host.handle(reset_of(PythonEnv(factory="gated:Gated"))))
+    await asyncio.sleep(0)
+    await host.handle(ends)
+    gate.opened.set()
+    with pytest.raises(EnvError, match="its episode was over before its environment was made"):
+        await asyncio.wait_for(resetting, SOON)
+    assert (gate.resets, host._episodes, host._calls) == (0, {}, {})
+
+
+async def test_an_episode_that_ends_while_its_process_starts_takes_no_room() -> None:
+    context = zmq.asyncio.Context()
+    pool = HostPool("Playground", 1, "", context)
+    resetting = asyncio.create_task(pool.handle(reset_of(playground())))
+    await asyncio.sleep(0)
+    assert pool.slots[0].load == 1
+    await pool.handle(CloseEpisode("close", "episode"))
+    with pytest.raises(EnvError, match="its episode was closed while its process started"):
+        await asyncio.wait_for(resetting, SOON)
+    assert (pool.slots[0].load, pool._episodes) == (0, {})
+    await pool.end()
+    context.term()
+
+
+async def test_a_call_that_a_worker_cancels_while_its_process_starts_takes_no_room_of_a_server() -> None:
+    server = EnvServer({"env": playground()}, "tcp://127.0.0.1:*", None)
+    serving, pool = asyncio.create_task(server.serve()), server.pools["env"]
+    client = RpcClient(server.address, "a worker", "the environment server", EnvReply)
+    reset = reset_of(playground())
+    opened = client.send(reset, EpisodeOpened)
+    assert await client.request(CancelCall("reset"), CallCancelled, SOON) == CallCancelled()
+    assert (pool.slots[0].load, pool._episodes) == (0, {})
+    described = await client.request(Describe("describe", reset.source), Description, SOON)
+    await client.request(CloseEpisode("close", "episode"), EpisodeClosed, SOON)
+    assert described.name == "Playground"
+    assert (pool.slots[0].load, pool._episodes, opened.done()) == (0, {}, False)
+    opened.cancel()
+    client.close()
+    serving.cancel()
+    await asyncio.wait({serving}, timeout=SOON)
 
 
 async def test_episodes_of_a_worker_that_is_gone_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from slipstream.configs.environments import Inspect, PythonEnv, Verifiers, absol
 from slipstream.envs import Message, StepResult, Task, TaskSource, task_source
 from slipstream.envs import check as check_module
 from slipstream.envs.adapters.inspect.env import PROGRAM
+from slipstream.envs.adapters.verifiers import VerifiersEnv
 from slipstream.envs.check import CHECKS, run_check, subject_of
 from slipstream.envs.scripted_endpoint import scripted_endpoint
 from slipstream.envs.self_played import PolicyEndpoint, endpoint_of, play_message
@@ -322,6 +325,78 @@ def test_the_reward_is_the_score_that_is_named(of_player: tuple[list, list]) -> 
     assert named == {"reward": 2.0, "metrics": {"match": 1.0, "shape.length": 7.0, "shape.calls": 2.0}}
     assert "the sample has the scores match, shape.length, shape.calls; name" in several["error"]
     assert "the sample has no score 'other'" in unknown["error"]
+
+
+class Serving:
+    """What the library's servers are to an environment; their first start fails."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+
+    def serving(self) -> Serving:
+        return self
+
+    async def __aenter__(self) -> None:
+        self.starts += 1
+        if self.starts == 1:
+            raise OSError("no port is free")
+
+
+async def test_a_failed_start_of_the_librarys_servers_is_tried_again() -> None:
+    env = object.__new__(VerifiersEnv)  # the library is in another interpreter
+    env._library, env._serving = Serving(), weakref.WeakKeyDictionary()
+    with pytest.raises(OSError, match="no port is free"):
+        await env._served()
+    await env._served()
+    await env._served()
+    assert env._library.starts == 2
+
+
+TWO_SAMPLES = """
+import ctypes, os, select, subprocess, sys, time, player
+folder = sys.argv[1]
+
+def play(task, request, spec):
+    if request["sample"] == 1:
+        return {"reward": 1.0, "metrics": {}}
+    subprocess.run(["sh", "-c", f"sh -c 'sleep 60 & sleep 60' & echo $! > {folder}/new && mv {folder}/new {folder}/pid"])
+    while not os.path.exists(f"{folder}/ended"):
+        time.sleep(0.01)
+    return {"reward": float(alive()), "metrics": {}}
+
+def alive():
+    with open(f"{folder}/pid") as file:
+        pid = int(file.read())
+    return os.path.exists(f"/proc/{pid}") and open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+
+ctypes.CDLL(None).prctl(player.SUBREAPER, 1, 0, 0, 0)
+player.play = play
+both = player.Player(None, {"folder": folder})
+both.imported = True
+for number in (0, 1):
+    both.start({"number": number, "sample": number})
+    while not os.path.exists(f"{folder}/pid"):
+        time.sleep(0.01)
+for number in (1, 0):
+    while number in both.running:
+        both.read(number)
+    open(f"{folder}/ended", "w").close()
+print(alive(), player.children())
+"""
+
+
+def test_the_end_of_a_sample_ends_its_own_processes_and_no_others(tmp_path: Path) -> None:
+    program = subprocess.run(
+        [sys.executable, "-c", TWO_SAMPLES, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(PROGRAM).parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert program.returncode == 0, program.stderr
+    *answers, left = program.stdout.splitlines()
+    assert [json.loads(line)["reward"] for line in answers] == [1.0, 1.0]
+    assert left == "False []"
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from slipstream.configs.environments import PythonEnv
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task, parts_of
+from slipstream.envs.isolation.host import valid_result
 from slipstream.errors import EnvError
 from slipstream.rollout.env_guard import EnvGuard, EpisodeLimits, TaskMemo
 
@@ -57,10 +58,61 @@ async def test_what_is_no_result_is_the_environments_failure(returned, complaint
         await stepped(returned, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("metrics", "complaint"),
+    [
+        ({1: 0.5}, "a metric with the name 1; allowed is text of 200 characters"),
+        ({"\ud800": 0.5}, r"a metric with the name '\\ud800'"),
+        ({"n" * 201: 0.5}, "a metric with the name 'nnn"),
+        ({"a": "0.5"}, "the metric 'a' is '0.5'; allowed are numbers"),
+        ([0.5], r"metrics of \[0.5\]; allowed are numbers by their names"),
+    ],
+)
+async def test_metrics_that_cannot_be_delivered_are_the_environments_failure(metrics, complaint, monkeypatch) -> None:
+    result = StepResult(metrics=metrics, done=True)
+    with pytest.raises(EnvError, match=f"Returns: step: EnvError: {complaint}"):
+        await stepped(result, monkeypatch)
+    with pytest.raises(EnvError, match=complaint):  # in a process of its own
+        valid_result(result)
+
+
 @pytest.mark.parametrize("reward", [1, True, np.float32(1.0), np.int64(1)])
 async def test_numbers_of_every_kind_are_rewards(reward, monkeypatch) -> None:
-    result = await stepped(StepResult(reward=reward, done=True), monkeypatch)
+    result = await stepped(StepResult(reward=reward, metrics={"m": reward}, done=True), monkeypatch)
     assert (result.reward, type(result.reward)) == (1.0, float)
+    assert [(name, value, type(value)) for name, value in result.metrics.items()] == [("m", 1.0, float)]
+
+
+async def test_the_id_of_a_task_can_be_delivered(monkeypatch) -> None:
+    monkeypatch.setattr(Returns, "task", lambda self, index: Task("t-\ud800"))
+    with pytest.raises(EnvError, match=r"its id must be text of at most 1000 characters, not 't-\\ud800'"):
+        await stepped(StepResult(done=True), monkeypatch)
+
+
+class ClosesSlowly(Returns):
+    closing: asyncio.Event
+    said: tuple[str, ...] = ()
+
+    async def close(self) -> None:
+        ClosesSlowly.said += ("begun",)
+        self.closing.set()
+        await asyncio.sleep(0.05)
+        ClosesSlowly.said += ("closed",)
+
+
+async def test_a_cancellation_while_the_environment_closes_does_not_stop_that(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "closes_module", sys.modules[__name__])
+    monkeypatch.setattr(ClosesSlowly, "said", ())
+    monkeypatch.setattr(ClosesSlowly, "closing", asyncio.Event(), raising=False)
+    (part,) = parts_of(PythonEnv(factory="closes_module:ClosesSlowly"), "train", 0)
+    guard = EnvGuard(part, EpisodeLimits(10.0, 10.0, 10.0), TaskMemo())
+    await guard.open(0)
+    closing = asyncio.create_task(guard.close())
+    await ClosesSlowly.closing.wait()
+    closing.cancel()
+    await asyncio.wait({closing})
+    assert closing.cancelled()
+    assert ClosesSlowly.said == ("begun", "closed")
 
 
 class Counts(Returns):

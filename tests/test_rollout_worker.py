@@ -405,6 +405,29 @@ async def test_calls_that_an_agent_left_behind_end_with_its_episode(policy: Path
         assert not w.engine.open
 
 
+class Talkative(Once):
+    """Reports metrics of 40 kB."""
+
+    async def step(self, message: Message) -> StepResult:
+        return StepResult((), 1.0, done=True, metrics={f"{number:0200d}": 1.0 for number in range(200)})
+
+
+async def test_an_episode_that_is_too_large_to_be_delivered_has_failed_and_the_worker_goes_on(
+    policy: Path, tmp_path: Path
+) -> None:
+    part = EnvPart("talkative", 1.0, Talkative(split="train", seed=0), None)
+    async with world(policy, tmp_path, ONE_GROUP, parts=(part,)) as w:
+        for connection in w.worker._buffer.connections.values():
+            connection._frame_limit = 20_000
+        await w.until(GROUP)
+        for call in w.unanswered():
+            call.complete(40, 41, 42)
+        while (stats := await w.stats()).ledger.discarded.get("failed_policy", 0) < 3 * GROUP:
+            assert not w.playing.done()
+        assert stats.ledger.balances
+        await w.until(GROUP)  # it plays the next group
+
+
 class Fragile(Once):
     """Fails in its first `fails` steps, then works."""
 

@@ -256,6 +256,14 @@ async def test_a_reply_that_cannot_be_decoded_fails_who_waits(address: str) -> N
         await service.send_multipart([identity, b"\x00another format"])
         with pytest.raises(WireError, match="unknown wire format"):
             await asyncio.wait_for(asked, SOON)
+        one, other = client.send(add(1), Sum), client.send(add(2), Sum)
+        numbers = [wire.number_of((await service.recv_multipart())[1:]) for _ in range(2)]
+        wrong = wire.encode([RpcMessage(numbers[0], {"type": "Sum", "total": "much"})])
+        await service.send_multipart([identity, *wrong])
+        with pytest.raises(WireError, match=r"Expected `int`, got `str`"):
+            await asyncio.wait_for(one, SOON)
+        await service.send_multipart([identity, *wire.encode([RpcMessage(numbers[1], Sum(2))])])
+        assert await asyncio.wait_for(other, SOON) == Sum(2)
     service.close()
     context.term()
 

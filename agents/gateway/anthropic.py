@@ -34,7 +34,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields that are accepted and not followed, with the values that ask for nothing."""
 
-ERRORS = {400: "invalid_request_error", 401: "authentication_error"}
+ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 
 class _AnthropicMessage(msgspec.Struct):

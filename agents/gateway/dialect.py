@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -164,5 +164,5 @@ def event(data: JSON, name: str = "") -> bytes:
 
 def openai_error(status: int, message: str, code: str) -> JSON:
     """An error of OpenAI's APIs."""
-    kind: Any = "invalid_request_error" if status < 500 else "server_error"
+    kind = "server_error" if status >= 500 else "requests" if status == 429 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code or None}}

@@ -6,8 +6,8 @@
 
 Invariants:
 - An answer begins when its completion has ended; until then a stream has comments that keep the connection open.
-- A failed call says so with a status, and tells clients not to repeat it. What failed is remembered by the session and by the
-  environment's guard: an agent that carries on does not turn a failure into a reward.
+- A failed call says so with a status, and tells clients not to repeat it, unless it only found no room (429). What failed is
+  remembered by the session and by the environment's guard: an agent that carries on does not turn a failure into a reward.
 - A request without the key of a running episode is refused.
 """
 
@@ -35,7 +35,7 @@ from ..session import Session
 from .anthropic import AnthropicDialect
 from .chat import ChatDialect
 from .dialect import Answer, CompletionRequest, Dialect, event
-from .endpoint import Endpoint, EpisodeCalls
+from .endpoint import CallFailure, Endpoint, EpisodeCalls, RefusedRequest, RequestRoom
 from .mcp import EnvTools
 from .responses import ResponsesDialect
 
@@ -43,19 +43,13 @@ log = logging.getLogger(__name__)
 
 DIALECTS: tuple[Dialect, ...] = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
 LARGEST_BODY = 1 << 26  # bytes of a request: a conversation of millions of tokens
+BODY_S = 60.0  # how long the body of a request may take to arrive
 KEEPALIVE_S = 5.0  # between comments in a stream: clients and proxies give up after a silence of some tens of seconds
 SOCKETS = "slipstream-gateway-"  # prefix of the folder of a gateway's Unix socket
 SHUTDOWN_S = 1.0  # how long connections may take to close; all episodes have ended by then
 OVER = "there is no such episode, or it is over"
 FINAL = {"x-should-retry": "false"}  # header by which OpenAI's and Anthropic's clients do not repeat a call
-
-
-class CallFailure(msgspec.Struct, frozen=True):
-    """Why a call has no replies, as a client is told: an HTTP status, one line, and OpenAI's code for it, or ""."""
-
-    status: int
-    message: str
-    code: str = ""
+LATER = {"retry-after": "1"}  # seconds: they repeat it
 
 
 class Gateway:
@@ -68,7 +62,7 @@ class Gateway:
         self._episodes: dict[str, EpisodeCalls] = {}
 
     async def __aenter__(self) -> Gateway:
-        app = web.Application(client_max_size=LARGEST_BODY)
+        app = web.Application()
         for prefix in ("/e/{key}", ""):
             for version in ("/v1", ""):
                 for dialect in DIALECTS:
@@ -111,18 +105,26 @@ class Gateway:
         calls = self._calls(http)
         if calls is None:
             return _failed(dialect, CallFailure(401, OVER, "invalid_api_key"))
-        try:
-            body = await http.read()
-            request = dialect.read(body)
-        except web.HTTPRequestEntityTooLarge:
-            return _failed(dialect, CallFailure(400, f"the request has more than {LARGEST_BODY} bytes"))
-        except PolicyError as error:
-            return _failed(dialect, CallFailure(400, str(error)))
         retried = http.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            work = calls.complete(request, body, retried=retried)
+            with calls.request() as room:
+                body = await _body(room, http)
+                request = _read(dialect, body)
+                room.call = work = calls.complete(request, body, retried=retried)
+                return await self._replied(dialect, http, request, calls, work)
+        except RefusedRequest as refused:
+            return _failed(dialect, refused.failure)
         except PolicyError:
             return _failed(dialect, CallFailure(401, OVER, "invalid_api_key"))
+
+    async def _replied(
+        self,
+        dialect: Dialect,
+        http: web.Request,
+        request: CompletionRequest,
+        calls: EpisodeCalls,
+        work: asyncio.Task[tuple[Reply, ...]],
+    ) -> web.StreamResponse:
         await asyncio.wait({work}, timeout=self._keepalive_s if request.stream else None)
         if request.stream and (not work.done() or _failure_of(work) is None):
             return await self._stream(dialect, http, request, calls, work)
@@ -165,16 +167,42 @@ class Gateway:
             )
         if http.method != "POST":  # no stream from the server, no session to end
             return web.Response(status=405, headers={"Allow": "POST"})
-        body = await http.read()
         try:
-            work = calls.run(calls.tools.answer(body))
+            with calls.request() as room:
+                body = await _body(room, http)
+                room.call = work = calls.run(calls.tools.answer(body))
+                await asyncio.wait({work})
+        except RefusedRequest as refused:
+            return _json({"error": refused.failure.message}, refused.failure.status)
         except PolicyError:
             return _json({"error": OVER}, 401)
-        await asyncio.wait({work})
         if work.cancelled():
             return _json({"error": OVER}, 401)
         answer = work.result()
         return web.Response(status=202) if answer is None else _json(answer)
+
+
+async def _body(room: RequestRoom, http: web.Request) -> bytes:
+    """The body of a request. Raises RefusedRequest: it is too large or too slow, or the episode has no room for it."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in http.content.iter_any():
+                if len(body) + len(piece) > LARGEST_BODY:
+                    raise RefusedRequest(413, f"the request has more than {LARGEST_BODY} bytes")
+                room.hold(len(piece))
+                body += piece
+    except TimeoutError:
+        raise RefusedRequest(408, f"the request did not arrive within {BODY_S:g} s") from None
+    return bytes(body)
+
+
+def _read(dialect: Dialect, body: bytes) -> CompletionRequest:
+    """Raises RefusedRequest."""
+    try:
+        return dialect.read(body)
+    except PolicyError as error:
+        raise RefusedRequest(400, str(error)) from None
 
 
 def _answer(request: CompletionRequest, calls: EpisodeCalls, replies: tuple[Reply, ...]) -> Answer:
@@ -203,7 +231,8 @@ def _failure_of(work: asyncio.Task[tuple[Reply, ...]]) -> CallFailure | None:
 
 
 def _failed(dialect: Dialect, failure: CallFailure) -> web.Response:
-    return _json(dialect.error(failure.status, failure.message, failure.code), failure.status, FINAL)
+    headers = LATER if failure.status == 429 else FINAL
+    return _json(dialect.error(failure.status, failure.message, failure.code), failure.status, headers)
 
 
 def _json(body: JSON, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -98,7 +98,14 @@ class VerifiersEnv(SimpleEnv):
         if loop not in self._serving:
             # Not by the episode's own task: what it opens must outlive it.
             self._serving[loop] = loop.create_task(self._library.serving().__aenter__(), name="verifiers' servers")
-        await asyncio.shield(self._serving[loop])
+        serving = self._serving[loop]
+        try:
+            await asyncio.shield(serving)
+        except BaseException:
+            failed = serving.done() and (serving.cancelled() or serving.exception() is not None)
+            if failed and self._serving.get(loop) is serving:
+                del self._serving[loop]  # the next episode tries again
+            raise
 
 
 def merged(below: JSON, above: JSON) -> JSON:

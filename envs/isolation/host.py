@@ -5,6 +5,7 @@ Invariants:
 - Many episodes share one event loop. A call that blocks it delays the others of this process only; one that never returns is the
   caller's to notice, who kills the process.
 - Whatever an environment raises or returns is an answer; nothing of it ends the process, but its own end.
+- A call that was cancelled, or whose episode was closed, before its environment was made leaves none behind.
 - What is sent has been checked: a result that breaks the contract is a failure of the environment.
 """
 
@@ -23,12 +24,14 @@ from ...configs.environments import EnvironmentKind
 from ...errors import ConfigError, EnvError, ToolError, describe, describe_user_error
 from ...rpc.security import PeerTable, make_pair
 from ...rpc.server import RpcRequest, RpcServer
-from ..base import Environment, Message, Observation, StepResult, Task, TaskSource, as_number, checked
+from ..base import Environment, Message, Observation, StepResult, Task, TaskSource, as_number, checked, checked_metrics
 from ..registry import task_source
 from ..tools import ToolCallTracker, in_thread
 from .messages import (
+    Alive,
     CallCancelled,
     CancelCall,
+    CancellableRequest,
     CloseEpisode,
     Demonstrate,
     Demonstrated,
@@ -59,11 +62,19 @@ class _Source:
 
 
 class _Episode:
-    """An environment, and the tool that it calls."""
+    """An environment, None until its source is made, and the tool that it calls."""
 
-    def __init__(self, env: Environment, tool_s: float) -> None:
-        self.env = env
+    def __init__(self, tool_s: float) -> None:
+        self.env: Environment | None = None
         self.tools = ToolCallTracker(tool_s)
+
+
+class _Call:
+    """A request that is being answered: what runs for it in the environment, once something does, and whether it was cancelled."""
+
+    def __init__(self) -> None:
+        self.work: tuple[asyncio.Task[Any], ToolCallTracker] | None = None
+        self.cancelled = False
 
 
 class EnvHost:
@@ -72,10 +83,23 @@ class EnvHost:
     def __init__(self) -> None:
         self._sources: dict[SourceKey, asyncio.Task[_Source]] = {}
         self._episodes: dict[str, _Episode] = {}
-        self._calls: dict[str, tuple[asyncio.Task[Any], ToolCallTracker]] = {}
+        self._calls: dict[str, _Call] = {}
 
     async def handle(self, request: EnvRequest) -> EnvReply:
         """The answer to a request. Raises what the environment raises."""
+        match request:
+            case CancelCall(call=call):
+                return await self._cancel(call)
+            case Alive():
+                raise EnvError("a sign of life has no answer")
+            case _:
+                self._calls[request.call] = _Call()
+                try:
+                    return await self._answer(request)
+                finally:
+                    del self._calls[request.call]
+
+    async def _answer(self, request: CancellableRequest) -> EnvReply:
         match request:
             case Describe(source=key):
                 source = (await self._source(key)).source
@@ -91,24 +115,36 @@ class EnvHost:
                 source = (await self._source(key)).source
                 shown = await in_thread(source.demonstration, task, random.Random(seed))
                 return Demonstrated() if shown is None else Demonstrated(shown[0], tuple(shown[1]))
-            case ResetEpisode(source=key, episode=name, task=task, tool_s=tool_s):
-                episode = self._episodes[name] = _Episode((await self._source(key)).source.make(), tool_s)
-                seen = await self._call(request.call, episode.env.reset(task), episode.tools)
+            case ResetEpisode(task=task):
+                episode, env = await self._opened(request)
+                seen = await self._call(request.call, env.reset(task), episode.tools)
                 return EpisodeOpened(checked(seen, Observation), episode.tools.take_ended())
             case StepEpisode(episode=name, message=message):
-                if name not in self._episodes:
+                episode = self._episodes.get(name)
+                if episode is None or episode.env is None:
                     raise EnvError("its process holds no such episode")
-                episode = self._episodes[name]
                 result = await self._call(request.call, episode.env.step(message), episode.tools)
                 return EpisodeStepped(valid_result(result), episode.tools.take_ended())
             case CloseEpisode(episode=name):
-                if (closed := self._episodes.pop(name, None)) is not None:
+                closed = self._episodes.pop(name, None)
+                if closed is not None and closed.env is not None:
                     await self._call(request.call, closed.env.close(), closed.tools)
                 return EpisodeClosed()
-            case CancelCall(call=call):
-                return await self._cancel(call)
-            case _:
-                raise EnvError(f"{type(request).__name__} is no request to a host")
+
+    async def _opened(self, request: ResetEpisode) -> tuple[_Episode, Environment]:
+        """A new episode, and its environment. Raises EnvError: while its source was made it was cancelled or closed."""
+        name, episode = request.episode, _Episode(request.tool_s)
+        self._episodes[name] = episode
+        try:
+            source = (await self._source(request.source)).source
+            if self._calls[request.call].cancelled or self._episodes.get(name) is not episode:
+                raise EnvError("its episode was over before its environment was made")
+            episode.env = env = source.make()
+            return episode, env
+        except BaseException:
+            if self._episodes.get(name) is episode:
+                del self._episodes[name]
+            raise
 
     async def _source(self, key: SourceKey) -> _Source:
         """Made at the first request for it; one that cannot be made is tried again. Raises ConfigError."""
@@ -129,27 +165,30 @@ class EnvHost:
             raise EnvError(f"{why}; `task` is a plain function, `def task`")
         if not isinstance(task, Task):
             raise EnvError(f"it returned {task!r:.100}; return Task(id, payload)")
-        return task
+        return checked(task, Task)
 
     async def _call(self, call: str, work: Coroutine[Any, Any, Any], tools: ToolCallTracker) -> Any:
-        """Await a call of an environment, in a task that can be cancelled."""
+        """Await a call of an environment, in a task that can be cancelled. Raises EnvError: it was, before it began."""
+        if self._calls[call].cancelled:
+            work.close()
+            raise EnvError("it was cancelled before it began")
         unawaited = UnawaitedLog()
         with tools, unawaited:
             task = asyncio.create_task(_contained(work), name=f"call {call}")
         tools.tool = ""
-        self._calls[call] = task, tools
-        try:
-            result = await task
-        finally:
-            del self._calls[call]
+        self._calls[call].work = task, tools
+        result = await task
         if unawaited.lines:
             raise EnvError(unawaited.lines[0])
         return result
 
     async def _cancel(self, call: str) -> CallCancelled:
-        if call not in self._calls:
+        if (found := self._calls.get(call)) is None:
             return CallCancelled()
-        task, tools = self._calls[call]
+        found.cancelled = True
+        if found.work is None:
+            return CallCancelled()
+        task, tools = found.work
         tool = tools.tool
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_S)
@@ -199,7 +238,7 @@ def valid_result(result: object) -> StepResult:
     if (reward := as_number(result.reward)) is None:
         raise EnvError(without_await(result.reward) or f"a reward of {result.reward!r:.100}; allowed are numbers")
     messages = checked(result.messages, tuple[Message, ...])
-    metrics = {str(name): float(value) for name, value in result.metrics.items()}
+    metrics = checked_metrics(result.metrics)
     return StepResult(messages, reward, bool(result.done), bool(result.truncated), metrics)
 
 

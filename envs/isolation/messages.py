@@ -128,7 +128,8 @@ class EnvFailure(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-EnvRequest = Describe | MakeTask | Demonstrate | ResetEpisode | StepEpisode | CloseEpisode | CancelCall | Alive
+CancellableRequest = Describe | MakeTask | Demonstrate | ResetEpisode | StepEpisode | CloseEpisode
+EnvRequest = CancellableRequest | CancelCall | Alive
 EnvReply = (
     Description | TaskMade | Demonstrated | EpisodeOpened | EpisodeStepped | EpisodeClosed | CallCancelled | EnvFailure
 )

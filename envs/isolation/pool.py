@@ -65,7 +65,7 @@ class HostPool:
     def __init__(self, name: str, processes: int, python: str, context: zmq.asyncio.Context) -> None:
         self._name, self._python, self._context = name, python, context
         self.slots = tuple(HostSlot() for _ in range(processes))
-        self._episodes: dict[str, tuple[HostSlot, HostProcess]] = {}
+        self._episodes: dict[str, tuple[HostSlot, HostProcess | None]] = {}  # None: its process is starting
         self._calls: dict[str, HostProcess] = {}
 
     async def handle(self, request: EnvRequest) -> EnvReply:
@@ -74,20 +74,14 @@ class HostPool:
             case CancelCall(call=call):
                 return await self._cancel(call)
             case StepEpisode(episode=episode):
-                if episode not in self._episodes:
+                _, process = self._episodes.get(episode, (None, None))
+                if process is None:
                     raise EnvError("there is no such episode")
-                return await self._ask(self._episodes[episode][1], request)
+                return await self._ask(process, request)
             case CloseEpisode(episode=episode):
                 return await self._close(episode, request)
             case ResetEpisode(episode=episode):
-                slot = self._take()
-                try:
-                    process = await self._started(slot)
-                except BaseException:
-                    slot.load -= 1
-                    raise
-                self._episodes[episode] = slot, process
-                return await self._ask(process, request)
+                return await self._ask(await self._opened(episode), request)
             case _:
                 slot = self._take()
                 try:
@@ -110,6 +104,22 @@ class HostPool:
         slot = min(self.slots, key=lambda slot: (slot.load, slot.process is None))
         slot.load += 1
         return slot
+
+    async def _opened(self, episode: str) -> HostProcess:
+        """The process of a new episode. Raises EnvError: it does not start, or the episode was closed meanwhile."""
+        starting = self._episodes[episode] = self._take(), None
+        slot = starting[0]
+        try:
+            process = await self._started(slot)
+        except BaseException:
+            if self._episodes.get(episode) is starting:
+                del self._episodes[episode]
+                slot.load -= 1
+            raise
+        if self._episodes.get(episode) is not starting:
+            raise EnvError("its episode was closed while its process started")
+        self._episodes[episode] = slot, process
+        return process
 
     async def _started(self, slot: HostSlot) -> HostProcess:
         if slot.process is not None and not slot.process.ended:
@@ -138,10 +148,10 @@ class HostPool:
 
     async def _close(self, episode: str, request: CloseEpisode) -> EnvReply:
         slot, process = self._episodes.pop(episode, (None, None))
-        if slot is None or process is None:
+        if slot is None:
             return EpisodeClosed()
         try:
-            return EpisodeClosed() if process.ended else await self._ask(process, request)
+            return EpisodeClosed() if process is None or process.ended else await self._ask(process, request)
         finally:
             slot.load -= 1
 

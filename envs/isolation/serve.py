@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq.asyncio
@@ -27,6 +28,7 @@ from ...rpc.server import RpcRequest, RpcServer
 from .link import options_of
 from .messages import (
     Alive,
+    CallCancelled,
     CancelCall,
     CloseEpisode,
     Demonstrate,
@@ -67,7 +69,7 @@ class EnvServer:
             for key, config in sections.items()
         }
         self._clients: dict[bytes, _Client] = {}
-        self._calls: dict[str, HostPool] = {}
+        self._calls: dict[str, tuple[HostPool, asyncio.Task[Any]]] = {}  # with the task that answers
         self._server: RpcServer[EnvRequest] = RpcServer(
             address,
             "the environment server",
@@ -129,10 +131,17 @@ class EnvServer:
                 if isinstance(request, CloseEpisode):
                     del client.episodes[episode]
             case CancelCall(call=call):
-                pool = self._calls.get(call) or next(iter(self.pools.values()))
+                if call not in self._calls:
+                    return CallCancelled()
+                pool, answering = self._calls[call]
+                answering.cancel()  # its client waits for it no more
+                await asyncio.wait({answering})
+                return await pool.handle(request)
             case Alive():
                 raise EnvError("a sign of life has no answer")
-        self._calls[request.call] = pool
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[request.call] = pool, task
         try:
             return await pool.handle(request)
         finally:

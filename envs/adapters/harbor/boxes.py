@@ -2,7 +2,7 @@
 
 Invariants:
 - Tests enter a sandbox only when the policy has finished, and never the one that it worked in. Only files are taken over, none of
-  those below /tests and /logs.
+  those below /tests, /logs and /solution, whoever read them.
 - Tests that do not work here are a failure, not a reward of 0: before the first episode of a task its own solution is played in
   the same way and must earn something; without a solution the tests must at least write a reward.
 - After that, tests that end without a reward were prevented by what the policy left, which earns 0.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import posixpath
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,6 +30,7 @@ REWARDS = ("reward.json", "reward.txt")  # below /logs/verifier; the first that 
 LONGEST = 64 << 10  # bytes of a reward file
 SHOWN = 400  # characters of a program's output in a failure
 SESSION = ".shell/"  # where a `ShellSession` keeps its folder and variables between commands
+OURS = (SESSION, f"{TESTS[1:]}/", f"{LOGS[1:]}/", f"{SOLUTION[1:]}/")
 PREPARE = 'mkdir -p -- "$1" && cd -- "$1" && shift && exec "$@"'
 VERIFY = 'mkdir -p -- /logs/verifier /logs/agent "$1" && cd -- "$1" && /tests/test.sh'
 
@@ -81,15 +83,15 @@ class TaskBoxes:
             found = await box.read_folder(".")
         except OSError:
             return None
-        return {path: content for path, content in found.items() if not _is_ours(path)}
+        return _of_policy(found)
 
     async def score(self, task: HarborTask, files: Files) -> HarborScore:
-        """Run the tests in a new sandbox with these files. Raises ToolError."""
+        """Run the tests in a new sandbox with these files, but those that are no work of the policy. Raises ToolError."""
         tests = await in_thread(_contents, Path(task.folder, "tests"), TESTS)
         box = await self.pool.open()
         try:
             try:
-                for path, content in (dict(files) | tests).items():
+                for path, content in (_of_policy(files) | tests).items():
                     await box.write(path, content)
             except OSError as error:  # the policy's files and the tests together are more than the disk
                 return HarborScore(None, {}, f"its files cannot be copied: {error}")
@@ -157,9 +159,9 @@ class TaskBoxes:
         return await box.run(command, wall_s=self._verifier_s, environ=environ)
 
 
-def _is_ours(path: str) -> bool:
-    """Whether a file is no work of the policy: it would be the tests', or is the shell's own."""
-    return path.startswith((SESSION, f"{TESTS[1:]}/", f"{LOGS[1:]}/", f"{SOLUTION[1:]}/"))
+def _of_policy(files: Files) -> dict[str, bytes]:
+    """The files without those that are no work of the policy: they would be the tests', or are the shell's own."""
+    return {path: content for path, content in files.items() if not posixpath.normpath(path).startswith(OURS)}
 
 
 def _contents(folder: Path, place: str) -> dict[str, bytes]:

@@ -29,7 +29,9 @@ import sys
 import tempfile
 from typing import Any
 
-SUBREAPER, DEATH_SIGNAL = 36, 1  # prctl: orphans become children of this process; a signal when the parent ends
+# prctl: orphans among its descendants become children of this process; a signal when the parent ends. Each process of a sample has
+# its own orphans, so those of the player are of samples that have ended.
+SUBREAPER, DEATH_SIGNAL = 36, 1
 CHUNK = 1 << 16
 SHOWN = 1000  # characters of an error
 out = 1  # where answers go; standard output itself belongs to the library
@@ -152,6 +154,7 @@ class Player:
         status = 1
         try:
             ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+            ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
             os.close(told)
             try:
                 result = play(self.task, request, self.spec)
@@ -188,9 +191,10 @@ class Player:
         except ProcessLookupError:
             pass
         _, status = os.waitpid(pid, 0)
-        for orphan in set(children()) - {pid for pid, _ in self.running.values()}:
-            os.kill(orphan, signal.SIGKILL)
-            os.waitpid(orphan, 0)
+        while orphans := set(children()) - {pid for pid, _ in self.running.values()}:  # their own children become ours
+            for orphan in orphans:
+                os.kill(orphan, signal.SIGKILL)
+                os.waitpid(orphan, 0)
         return status
 
     def serve(self) -> None:
