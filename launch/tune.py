@@ -118,7 +118,7 @@ class Tuner:
             baseline = self._probe({}, BEYOND_BOUND - SETTLING)
         except ProbeError as error:
             raise ProbeError(f"the first probe, of the config's own settings, failed: {error}") from error
-        profile = profile_of(request.out / baseline.name)
+        profile = profile_of(request.out / baseline.name, resumable=False)
         write_profile(profile, request.out / PROFILE)
         search, interrupted = TuneSearch(profile), False
         try:

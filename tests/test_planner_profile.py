@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from slipstream.buffer.trajectory import BatchRow, Turn, VersionSpan
+from slipstream.configs import changed, dump, load
 from slipstream.errors import ConfigError, StoreError
 from slipstream.planner.engine import DecodeCurve
 from slipstream.planner.fit import _shape, profile_of
@@ -132,8 +133,12 @@ def test_a_run_that_goes_on_has_a_profile_and_one_that_has_just_begun_is_refused
     RecordedRun(TRUTH, tmp_path / "run").record(8)
     with pytest.raises(
         ConfigError,
-        match=r"the run has 8 steps; a profile needs 9; where it has ended, `slipstream resume \S+ learner.steps=9` continues it",
+        match=r"the run has 8 steps; a profile needs 9; where it has ended, `slipstream resume \S+` continues it",
     ):
+        profile_of(tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(dump(changed(load(str(config)), ["learner.steps=8"])))
+    with pytest.raises(ConfigError, match=r"`slipstream resume \S+ learner.steps=9` continues it"):
         profile_of(tmp_path / "run")
     with pytest.raises(ConfigError, match="holds no run"):
         profile_of(tmp_path)
