@@ -149,6 +149,14 @@ def test_a_run_that_goes_on_has_a_profile_and_one_that_has_just_begun_is_refused
         profile_of(tmp_path / "longer")
 
 
+def test_groups_of_one_are_simulated_whatever_allows_them(tmp_path: Path) -> None:
+    alone = msgspec.structs.replace(TRUTH, settings=TRUTH.settings | {"buffer.group_size": 1})
+    for kind in ("gae", "reinforce_pp"):
+        RecordedRun(alone, tmp_path / kind, overrides=[f"learner.algorithm.advantage.kind={kind}"]).record(9)
+        plan = SimulationPlan.of(profile_of(tmp_path / kind), ("buffer.max_staleness=0",))
+        assert (plan.replay.group_size, plan.admission.max_staleness) == (1, 0)
+
+
 def branch_of(number: int, spans: list[tuple[int, int]], turns: list[Turn], length: int) -> BatchRow:
     return msgspec.structs.replace(
         row_of(trajectory("3.0.1", number)),
