@@ -53,9 +53,9 @@ def refuse_colocated(config: Config) -> None:
         )
 
 
-def profile_of(folder: Path, *, resumable: bool = True) -> RunProfile:
-    """Raises as `RunRecords` and `fit_profile`."""
-    return fit_profile(RunRecords(folder), resumable=resumable)
+def profile_of(folder: Path, *, active: bool = True, resumable: bool = True) -> RunProfile:
+    """Of a run that a process may write to where it is `active`. Raises as `RunRecords` and `fit_profile`."""
+    return fit_profile(RunRecords(folder, active=active), resumable=resumable)
 
 
 def fit_profile(run: RunRecords, *, resumable: bool = True) -> RunProfile:
@@ -71,7 +71,8 @@ def fit_profile(run: RunRecords, *, resumable: bool = True) -> RunProfile:
         raise ConfigError(f"{run.folder}: the run has {found} steps{changed}; a profile needs {needed}{advice}")
     groups = run.groups
     episodes = [episode for group in groups for episode in group]
-    times = read_times(run.database, run.since, {episode[0].group_id for episode in episodes})
+    ids = {episode[0].group_id for episode in episodes}
+    times = read_times(run.database, run.since, ids, active=run.active)
     spans = read_run_spans(run.folder)
     served = [row["replicas"] for row in rows if row.get("replicas")]
     replicas = max(1, round(sum(served) / len(served)) if served else config.rollout.engine.count)

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from slipstream.buffer.ledger_report import ledger_report
+from slipstream.buffer.schema import DATABASE
 from slipstream.buffer.trajectory import BatchRow, Turn, VersionSpan
 from slipstream.configs import changed, dump, load
 from slipstream.errors import ConfigError, StoreError
+from slipstream.launch.simulation import find_profile
 from slipstream.planner.engine import DecodeCurve
 from slipstream.planner.fit import _shape, profile_of
 from slipstream.planner.plan import SimulationPlan
@@ -147,6 +150,16 @@ def test_a_run_that_goes_on_has_a_profile_and_one_that_has_just_begun_is_refused
     (tmp_path / "longer" / "buffer.sqlite").unlink()
     with pytest.raises(StoreError, match="no buffer"):
         profile_of(tmp_path / "longer")
+
+
+def test_a_run_that_is_over_is_read_without_a_file_beside_it(tmp_path: Path) -> None:
+    """As in a folder that cannot be written."""
+    RecordedRun(TRUTH, tmp_path / "run").record(9)
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    profile, _ = find_profile(str(tmp_path / "run"), None)
+    assert ledger_report(tmp_path / "run" / DATABASE, active=False).total.generated > 0
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert profile_of(tmp_path / "run", active=True) == profile
 
 
 def test_groups_of_one_are_simulated_whatever_allows_them(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def explain(folder: Path, hardware: Hardware, *, active: bool) -> Explanation:
     Raises:
         ConfigError: there is no run. StoreError: a file of it is damaged.
     """
-    run = RunRecords(folder)
+    run = RunRecords(folder, active=active)
     alerts = tuple(active_alerts(run, active=active))
     if any(alert.rule not in IDLE_ALERTS for alert in alerts):
         return Explanation(
