@@ -37,7 +37,10 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(f"run.trackers: {name!r} is unknown; allowed: {', '.join(TRACKERS)}")
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if (
+            spec is None or spec.origin is None
+        ):  # none has a folder of this name, for example ./wandb, a namespace package
             raise ConfigError(f"run.trackers: {name} needs the package {name}; run pip install {name}, or remove it")
 
 
