@@ -185,6 +185,7 @@ def test_settings_that_do_not_fit_together_are_not_probed(tmp_path: Path) -> Non
         (("full", "--live", "buffer.max_staleness=1"), "buffer.max_staleness=1: --live knows no such thing"),
         (("full", "--live", "--over", "rollout.workers=1,2"), "--over rollout.workers=1,2: --live moves one key"),
         (("quickstart", "--minutes", "0.5"), "--minutes 0.5: allowed are 1 and more"),
+        (("quickstart", "--minutes", "inf"), "--minutes inf: allowed are 1 and more, less than infinity"),
         (("quickstart", "--minutes", "nan"), "--minutes nan: allowed are 1 and more"),
         (("quickstart", "--minutes", "5", "--gpus", "1"), "--gpus 1: allowed are 2 and more"),
         (("quickstart", "--minutes", "5", "--over", "learner.steps=1,2"), "--over learner.steps: no simulation knows"),
