@@ -38,9 +38,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in TRACKERS:
             raise ConfigError(f"run.trackers: {name!r} is unknown; allowed: {', '.join(TRACKERS)}")
         spec = importlib.util.find_spec(name)
-        if (
-            spec is None or spec.origin is None
-        ):  # none has a folder of this name, for example ./wandb, a namespace package
+        if spec is None or spec.origin is None:  # a folder ./wandb is a namespace package, which has no origin
             raise ConfigError(f"run.trackers: {name} needs the package {name}; run pip install {name}, or remove it")
 
 
