@@ -107,7 +107,7 @@ def affordable(profile: RunProfile, points: Sequence[Point], limits: SearchLimit
     own = {key: text_of(profile.settings.get(key, 1)) for key in (REPLICAS, RANKS)}
 
     def wanted(point: Mapping[str, str]) -> int:
-        replicas, ranks = ((own | point)[key] for key in (REPLICAS, RANKS))
+        replicas, ranks = ({**own, **point}[key] for key in (REPLICAS, RANKS))
         numbers = replicas.isdecimal() and ranks.isdecimal()
         return int(replicas) * profile.engine.ranks + int(ranks) if numbers else 0
 
