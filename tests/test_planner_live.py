@@ -137,6 +137,7 @@ def test_a_run_comes_to_rest_where_its_learner_hardly_waits(start: int) -> None:
                     "step_s": sample.step_s,
                     "push_s": sample.push_s,
                     "staleness_tokens": {str(lag): n for lag, n in sample.tokens_by_staleness.items()},
+                    "ess_by_staleness": dict.fromkeys(map(str, sample.tokens_by_staleness), 1.0),
                     "tokens_withheld": sample.withheld,
                     "tokens_generated": sample.generated,
                     "slot_s": sample.slot_s,
