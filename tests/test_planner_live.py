@@ -67,7 +67,9 @@ def test_a_critics_warm_up_and_a_sample_size_that_nobody_measured_move_nothing()
     assert moves(rule, waits | {"grad_norm": None}) == []
     assert moves(rule, waits | {"grad_norm": 1.0}, times=EVERY - 1) == []  # those of the warm-up are not counted
     assert [move.bound for move in moves(rule, waits, times=1)] == [2]
-    assert moves(BoundRule(1, 0, 4, lambda bound: 0.5), waits | {"ess_by_staleness": {"1": None}}) == []
+    unmeasured = waits | {"ess_by_staleness": {}}
+    for ess, number in ((None, 0), (0.5, 0), (0.99, 1)):  # of all tokens
+        assert len(moves(BoundRule(1, 0, 4, lambda bound: 0.5), unmeasured | {"ess": ess})) == number
 
 
 def test_after_a_move_the_run_fills_up_first_and_a_move_back_takes_longer() -> None:

@@ -17,8 +17,9 @@ import msgspec
 
 from ...monitor.alerts import SETTLING
 from ...monitor.metrics import Row
-from ...monitor.series import by_staleness, of_policy
+from ...monitor.series import by_staleness, column, mean, of_policy
 from ...monitor.text import share
+from ..figures import RunFigures
 from ..fit import figures_of_rows
 from .choice import FRESH, EssCurve
 
@@ -73,13 +74,18 @@ class BoundRule:
             self._last = direction
         return move
 
+    def _ess(self, figures: RunFigures) -> float | None:
+        """The lowest at any staleness; where the steps have none by staleness, that of all tokens; None where nobody measured any."""
+        if measured := by_staleness(self._rows, "ess"):
+            return EssCurve(measured).rating(figures, figures.trained_tokens_per_s, 1, 0).ess
+        return mean(column(self._rows, "ess"))
+
     def _decide(self) -> BoundMove | None:
         figures = figures_of_rows(self._rows)
         wait, age = figures.learner_wait, figures.staleness
         if wait > WAITS and self.bound < self._high:
-            measured = by_staleness(self._rows, "ess")
-            ess = EssCurve(measured).rating(figures, figures.trained_tokens_per_s, 1, 0).ess
-            if measured and ess > FRESH:
+            ess = self._ess(figures)
+            if ess is not None and ess > FRESH:
                 return BoundMove(self.bound + 1, f"the learner waits {share(wait)} of the time, ess {ess:.3f}")
         if wait < BUSY and age > self.bound - AT_BOUND and self.bound > self._low:
             loss = self._loss(self.bound - 1)
