@@ -75,7 +75,7 @@ class BoundRule:
         return move
 
     def _ess(self, figures: RunFigures) -> float | None:
-        """The lowest at any staleness; where the steps have none by staleness, that of all tokens; None where nobody measured any."""
+        """The lowest at any staleness; where steps have none by staleness, that of all tokens; None where nobody measured any."""
         if measured := by_staleness(self._rows, "ess"):
             return EssCurve(measured).rating(figures, figures.trained_tokens_per_s, 1, 0).ess
         return mean(column(self._rows, "ess"))
