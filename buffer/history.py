@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import StoreError, WireError
-from .run_stores import connect_run
+from .run_stores import connect_run, read_mode
 from .trajectory import BatchRow, EncodedRow
 
 # Groups that have ended, from the first that was trained on after a version.
@@ -37,22 +37,22 @@ class BufferTimes(msgspec.Struct, frozen=True):
     complete: dict[int, float]  # version -> the last group of the batch that made it was complete
 
 
-def read_groups(path: Path, after: int, most: int) -> list[list[list[BatchRow]]]:
+def read_groups(path: Path, after: int, most: int, *, active: bool = True) -> list[list[list[BatchRow]]]:
     """At most `most` groups that have ended, spread evenly over those since version `after`: of each group its episodes, of each
-    episode its branches in order.
+    episode its branches in order. `active` where a process may write to the run.
 
     Raises:
         StoreError: there is no such file, it is not a buffer of this version, or a row of it is damaged.
     """
-    with _reading(path) as db:
+    with _reading(path, active=active) as db:
         ids = [id for (id,) in db.execute(ENDED, (after,))]
         chosen = ids if len(ids) <= most else [ids[i * len(ids) // most] for i in range(most)]
         return [_episodes(db, path, id) for id in chosen]
 
 
-def read_times(path: Path, after: int, groups: Collection[int]) -> BufferTimes:
-    """Times of `groups` and of their episodes, and of all batches since version `after`. Raises as `read_groups`."""
-    with _reading(path) as db:
+def read_times(path: Path, after: int, groups: Collection[int], *, active: bool = True) -> BufferTimes:
+    """Times of `groups` and of their episodes, and of all batches since version `after`. Otherwise as `read_groups`."""
+    with _reading(path, active=active) as db:
         return BufferTimes(
             {id: seconds for id in groups for (seconds,) in db.execute(LEASED, (id,))},
             {episode: seconds for id in groups for episode, seconds in db.execute(DELIVERED, (id,))},
@@ -61,12 +61,12 @@ def read_times(path: Path, after: int, groups: Collection[int]) -> BufferTimes:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+def _reading(path: Path, *, active: bool) -> Iterator[sqlite3.Connection]:
     """All queries see one state; with shards one of each file. Raises StoreError."""
     if not path.exists():
         raise StoreError(f"there is no buffer at {path}")
     try:
-        with contextlib.closing(connect_run(path, "ro")) as db:
+        with contextlib.closing(connect_run(path, read_mode(path, active=active))) as db:
             db.execute("BEGIN")
             yield db
     except sqlite3.Error as error:

@@ -16,7 +16,7 @@ import msgspec
 
 from ..errors import StoreError
 from .ledger import Ledger, total_of
-from .run_stores import shard_paths
+from .run_stores import read_mode, shard_paths
 from .schema import connect, require_schema
 from .segments import read_arrays, segments_path, starts_of
 from .trajectory import LENGTH_LIMIT, TOKEN_BYTES
@@ -74,13 +74,13 @@ class _Report(NamedTuple):
     miscounted: int
 
 
-def ledger_report(path: Path) -> LedgerReport:
-    """The ledger of the buffer whose file, or whose clock's file, is at `path`.
+def ledger_report(path: Path, *, active: bool = True) -> LedgerReport:
+    """The ledger of the buffer whose file, or whose clock's file, is at `path`; `active` where a process may write to the run.
 
     Raises:
         StoreError: there is no such file, it is not a buffer of this version, or a row of it is damaged.
     """
-    found = [_read(one, _report) for one in shard_paths(path)]
+    found = [_read(one, _report, active=active) for one in shard_paths(path)]
     by_version = _merged([one.by_version for one in found])
     return LedgerReport(
         total=total_of(by_version.values()),
@@ -97,10 +97,10 @@ def ledgers_by_version(path: Path) -> dict[int, Ledger]:
     return _read(path, lambda db: _ledgers(db, "version"))
 
 
-def _read(path: Path, query: Callable[[sqlite3.Connection], T]) -> T:
+def _read(path: Path, query: Callable[[sqlite3.Connection], T], *, active: bool = True) -> T:
     if not path.exists():
         raise StoreError(f"there is no buffer at {path}")
-    db = connect(path, "ro")
+    db = connect(path, read_mode(path, active=active))
     try:
         require_schema(db, path)
         db.create_function("sampled_tokens", 2, _counter_of(segments_path(path)))

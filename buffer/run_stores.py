@@ -56,6 +56,14 @@ def shard_index(part: str) -> int:
     return 0 if part == MAIN else int(part.removeprefix("shard")) - 1
 
 
+def read_mode(path: Path, *, active: bool) -> str:
+    """How to open the files of the buffer at `path`, as in SQLite's URIs; `active` where a process may write to the run. Those of a
+    run that is over are immutable: no lock is taken and no file appears beside them, so that their folder may be read-only. Where a
+    killed run left a WAL they are not, because rows would be missing."""
+    wals = [file.with_name(file.name + "-wal") for file in {path, *shard_paths(path)}]
+    return "ro" if active or any(wal.exists() and wal.stat().st_size for wal in wals) else "ro&immutable=1"
+
+
 def connect_run(path: Path, mode: str) -> sqlite3.Connection:
     """A connection to all files of the buffer at `path`; `mode` as in SQLite's URIs. Raises StoreError, or sqlite3.Error."""
     db = connect(path, mode)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import getpass
 import os
 import tempfile
 import uuid
 from pathlib import Path
+
+from .users import user_name
 
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS = "slipstream-weights-"  # prefix of a learner's folder in shared memory
@@ -97,7 +98,7 @@ def temporary_environment() -> dict[str, str]:
     """Environment variables that give the program that replaces this process a temporary folder of its own. Compiled kernels
     stay in torch's usual folder, for the next process to find."""
     root = tempfile.gettempdir()
-    kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{root}/torchinductor_{getpass.getuser()}")
+    kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{root}/torchinductor_{user_name()}")
     folder = OwnedFolder(Path(root), SERVER_FILES, inherited=True)
     return {"TMPDIR": str(folder.path), "TORCHINDUCTOR_CACHE_DIR": kernels}
 

@@ -353,6 +353,11 @@ def needs_critic(algorithm: Algorithm) -> bool:
     return isinstance(algorithm.advantage, Gae | Prime)
 
 
+def warmup_of(algorithm: Algorithm) -> int:
+    """Learner steps at the beginning in which a critic alone learns, and the policy takes none."""
+    return algorithm.advantage.critic_warmup if isinstance(algorithm.advantage, Gae) else 0
+
+
 def plays_greedily(algorithm: Algorithm) -> bool:
     """Whether one episode of each group is played greedily, for the others to be compared with."""
     return isinstance(algorithm.advantage, Remax)

@@ -21,7 +21,17 @@ from ..configs import Config
 from ..errors import StoreError
 from ..monitor.follow import LineFollower
 from ..monitor.metrics import EVALUATION, METRICS, Row, scalars
-from ..monitor.series import alike_share, alike_text, by_staleness, cycle_s, elapsed, outcomes, staleness_tokens, total
+from ..monitor.series import (
+    alike_share,
+    alike_text,
+    by_staleness,
+    cycle_s,
+    elapsed,
+    of_policy,
+    outcomes,
+    staleness_tokens,
+    total,
+)
 from ..monitor.settings import SETTINGS, marks, read_changes
 
 log = logging.getLogger(__name__)
@@ -45,8 +55,16 @@ class MetricsTable:
         return [row for row, _ in self._follow()]
 
     def versions(self) -> dict[int, int]:
-        """Of each step, in their order, the version that it made. Raises OSError."""
-        return {row["step"]: row["version"] for row in self.rows() if "version" in row}
+        """Of each step, in their order, the version that it made; steps of a critic's warm-up make none. Raises OSError."""
+        return {row["step"]: row["version"] for row in of_policy(self.rows()) if "version" in row}
+
+    def trained_steps(self) -> str:
+        """Which steps the policy has trained, for an error. Raises OSError."""
+        trained, rows = self.versions(), self.rows()
+        text = f"it has trained steps {min(trained)} to {max(trained)}" if trained else "it has trained none yet"
+        if warmup := [row["step"] for row in rows[: len(rows) - len(of_policy(rows))]]:
+            text += f"; steps {warmup[0]} to {warmup[-1]} were the critic's warm-up, in which the policy is not trained"
+        return text
 
     def columns(self, names: Sequence[str]) -> dict[str, Any]:
         """These metrics by step, with the seconds since the start of the first step; the names of all; the evaluations; and

@@ -64,8 +64,7 @@ def select(run: WatchedRun, step: int | None, order: Order, count: int) -> Episo
     """At most `count` episodes in this order. Raises ConfigError where the run has no such step, StoreError."""
     versions = run.metrics.versions()
     if step is not None and step not in versions:
-        trained = f"it has trained steps {min(versions)} to {max(versions)}" if versions else "it has trained none yet"
-        raise ConfigError(f"--step {step}: {run.folder} has not trained that step; {trained}")
+        raise ConfigError(f"--step {step}: {run.folder} has not trained that step; {run.metrics.trained_steps()}")
     with run.store.open() as db:
         if order == "failed":
             of_step = ("the run", "", None) if step is None else (f"step {step}", OF_VERSION, versions[step])

@@ -27,7 +27,7 @@ from .texts import TokenTexts
 from .timeline import Timeline
 from .trajectory import TrajectoryReader
 
-RUNS_LIMIT = 200  # folders that are shown of one; more are no comparison
+RUNS_LIMIT = 200  # runs of a folder that are shown; more are no comparison
 
 
 class RunAccess(msgspec.Struct, frozen=True):
@@ -155,21 +155,32 @@ class RunFolder:
             raise ConfigError(f"{root} holds no run: there is no {RUN_CONFIG} in it, nor in a folder in it")
 
     def runs(self) -> list[WatchedRun]:
-        """By name; those that began since the last call included."""
-        single = (self.root / RUN_CONFIG).is_file()
-        folders = [self.root] if single else sorted(path.parent for path in self.root.glob(f"*/{RUN_CONFIG}"))
-        with self._lock:
-            for folder in folders[:RUNS_LIMIT]:
-                if folder.name not in self._runs:
-                    self._runs[folder.name] = WatchedRun(folder.name, folder, self._access)
-            return [self._runs[folder.name] for folder in folders[:RUNS_LIMIT]]
+        """The newest, at most `RUNS_LIMIT`, by name; those that began since the last call included."""
+        return [self._watched(folder) for folder in sorted(self._newest()[:RUNS_LIMIT])]
+
+    @property
+    def left_out(self) -> int:
+        """Older runs than those."""
+        return max(0, len(self._newest()) - RUNS_LIMIT)
 
     def run(self, name: str) -> WatchedRun:
-        """Raises ConfigError where there is none of that name."""
-        found = next((run for run in self.runs() if run.name == name), None)
+        """Also one that is left out. Raises ConfigError where there is none of that name."""
+        found = next((folder for folder in self._newest() if folder.name == name), None)
         if found is None:
             raise ConfigError(f"{self.root} holds no run {name!r}")
-        return found
+        return self._watched(found)
+
+    def _newest(self) -> list[Path]:
+        """The folders of runs, by when their configs were written, the newest first."""
+        if (self.root / RUN_CONFIG).is_file():
+            return [self.root]
+        return [path.parent for path in sorted(self.root.glob(f"*/{RUN_CONFIG}"), key=_changed, reverse=True)]
+
+    def _watched(self, folder: Path) -> WatchedRun:
+        with self._lock:
+            if folder.name not in self._runs:
+                self._runs[folder.name] = WatchedRun(folder.name, folder, self._access)
+            return self._runs[folder.name]
 
 
 def _changed(path: Path) -> tuple[int, int]:

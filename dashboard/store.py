@@ -3,8 +3,7 @@
 Invariants:
 - Connections are read-only and are closed after one request. Callers fetch all rows of a query at once, and ask for at most
   `ROWS` at a time: a read transaction that stays open would keep SQLite from writing its WAL back into the file.
-- The file of a run that is over is opened as immutable: no lock is taken, and no file appears beside it. Where a killed run left a
-  WAL it is not, because rows would be missing.
+- The file of a run that is over is opened as immutable, see `read_mode`.
 - A query that takes longer than `QUERY_S` is ended.
 """
 
@@ -22,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ..buffer.admission import ReplayCounters
-from ..buffer.run_stores import connect_run, parts, shard_index, shard_paths
+from ..buffer.run_stores import connect_run, parts, read_mode, shard_index
 from ..buffer.schema import DATABASE, store_error
 from ..buffer.trajectory import BatchRow, EncodedRow
 from ..errors import StoreError, WireError
@@ -56,7 +55,8 @@ class StoreReader:
         if not self.exists:
             raise StoreError(f"{self.path.parent} has no buffer yet: the run has not started to play")
         try:
-            with contextlib.closing(connect_run(self.path, "ro&immutable=1" if self._is_final() else "ro")) as db:
+            mode = read_mode(self.path, active=self._is_active())
+            with contextlib.closing(connect_run(self.path, mode)) as db:
                 yield ReadConnection(db, parts(self.path))
         except sqlite3.Error as error:
             raise store_error(f"cannot read the buffer {self.path}", error) from None
@@ -67,11 +67,6 @@ class StoreReader:
             return EncodedRow(header, length, 0).decode()
         except (WireError, TypeError) as error:
             raise StoreError(f"{self.path} is damaged: {error}") from None
-
-    def _is_final(self) -> bool:
-        files = {self.path, *shard_paths(self.path)}
-        wals = [path.with_name(path.name + "-wal") for path in files]
-        return not self._is_active() and not any(wal.exists() and wal.stat().st_size for wal in wals)
 
 
 class ReadConnection:

@@ -22,6 +22,7 @@ import msgspec
 
 from ..common.fsio import write_atomic
 from ..configs import Config, dump
+from ..configs.algorithm import warmup_of
 from ..configs.evaluation import Evaluation
 from ..errors import ConfigError, SlipstreamError
 from ..monitor.alerts import SETTLING
@@ -40,12 +41,14 @@ class ProbeError(SlipstreamError):
 
 
 def probe_config(config: Config, folder: Path, steps: int) -> Config:
-    """A run of `config` in `folder` of which `steps` steps count, after those in which it fills up."""
+    """A run of `config` in `folder` of which `steps` steps count, after those of a critic's warm-up and those in which it fills
+    up."""
     replace = msgspec.structs.replace
+    before = warmup_of(config.learner.algorithm) + config.buffer.max_staleness + SETTLING
     return replace(
         config,
         run=replace(config.run, dir=str(folder), trackers=(), on_alert=()),
-        learner=replace(config.learner, steps=config.buffer.max_staleness + SETTLING + steps),
+        learner=replace(config.learner, steps=before + steps),
         evaluation=Evaluation(tasks=0),
     )
 

@@ -29,10 +29,10 @@ from ..configs import Config
 from ..configs.engine_checks import require_own_servers
 from ..configs.environments import DataSection, without_placement
 from ..configs.evaluation import Evaluation
-from ..errors import ConfigError, Interrupted
+from ..errors import ConfigError, Interrupted, StoreError
 from ..monitor.output import open_console
 from ..monitor.terminal import open_view
-from .preflight import preflight
+from .preflight import preflight, writable
 from .resources import gpus_of
 from .run import make_supervisor, with_absolute_paths, without_reward_model
 from .run_inputs import RunInputs
@@ -67,23 +67,35 @@ class RatingSummary(msgspec.Struct, frozen=True):
     kept: int  # within the bounds
 
 
-def rate(config: Config, model: str, out: Path, samples: int, rows: int, bounds: tuple[float, float]) -> RatingSummary:
-    """Rate the first `rows` rows (0: all) that `config` trains on, `samples` attempts each by `model`, as messages call it, and
-    write those whose rate lies within `bounds` to `out`, with the columns `pass_rate` and `pass_attempts`. Raises ConfigError,
-    RoleDied and Interrupted as `evaluate`."""
-    require_own_servers(config, "rate")
+def check_request(out: Path, bounds: tuple[float, float]) -> None:
+    """Raises ConfigError where no rates lie within `bounds`, or `out` cannot be written."""
     low, high = bounds
     if not 0.0 <= low <= high <= 1.0:
         raise ConfigError(f"--min {low:g} --max {high:g}: allowed are rates from 0 to 1, the smaller one first")
+    if out.suffix not in (".jsonl", ".ndjson"):
+        raise ConfigError(f"--out {out}: the rows are written as JSON lines; name a file that ends in .jsonl")
+    if out.is_dir():
+        raise ConfigError(f"--out {out}: is a folder; name a file")
+    if out.exists() and not ratings_of(out).exists():
+        raise ConfigError(f"--out {out}: that file exists, and is not of an earlier rating; name another")
+    writable("--out", str(out.parent))
+
+
+def ratings_of(out: Path) -> Path:
+    """Where what was measured for the data set `out` is."""
+    return out.with_name(f"{out.name}.ratings.jsonl")
+
+
+def rate(config: Config, model: str, out: Path, samples: int, rows: int, bounds: tuple[float, float]) -> RatingSummary:
+    """Rate the first `rows` rows (0: all) that `config` trains on, `samples` attempts each by `model`, as messages call it, and
+    write those whose rate lies within `bounds` to `out`, with the columns `pass_rate` and `pass_attempts`. `check_request` has
+    checked these two. Raises ConfigError, RoleDied and Interrupted as `evaluate`, StoreError where `out` cannot be written."""
+    require_own_servers(config, "rate")
     config = structs.replace(without_reward_model(with_absolute_paths(config)), evaluation=Evaluation(tasks=0))
     if not isinstance(config.env, DataSection):
         kind = config.env.__struct_config__.tag
         raise ConfigError(f"env.kind: {kind} has no rows to rate; allowed are dataset and mcp")
-    if out.suffix not in (".jsonl", ".ndjson"):
-        raise ConfigError(f"--out {out}: the rows are written as JSON lines; name a file that ends in .jsonl")
-    ratings = out.with_name(f"{out.name}.ratings.jsonl")
-    if out.exists() and not ratings.exists():
-        raise ConfigError(f"--out {out}: that file exists, and is not of an earlier rating; name another")
+    ratings = ratings_of(out)
     inputs = preflight(config)
     _begin(ratings, _header(config, config.env, model, samples))
     source = _rows(inputs)
@@ -176,7 +188,10 @@ def _write(
         )
         for one in kept
     )
-    write_atomic(out, b"".join(line + b"\n" for line in lines))
+    try:
+        write_atomic(out, b"".join(line + b"\n" for line in lines))
+    except OSError as error:
+        raise StoreError(f"--out {out} cannot be written: {error}; the ratings stay in {ratings_of(out)}") from None
     return RatingSummary(
         rows=len(rated),
         unsolved=sum(one.solves == 0 for one in rated),

@@ -279,7 +279,7 @@ def read_ledger(run_dir: Path) -> LedgerReport:
     path = run_dir / DATABASE
     if not path.exists():
         raise ConfigError(f"{run_dir} holds no run that has started: there is no {DATABASE}")
-    return ledger_report(path)
+    return ledger_report(path, active=is_locked(run_dir))
 
 
 def evaluate(config: Config, label: str) -> list[EvaluationResult]:

@@ -20,6 +20,7 @@ from ..planner.plan import SimulationPlan
 from ..planner.profile import PROFILE, RunProfile, read_profile, write_profile
 from ..planner.run import simulate
 from ..planner.tune.choice import on_frontier
+from .run_lock import is_locked
 
 PICTURE = "simulate.png"
 MOST = 64  # points of one command
@@ -66,7 +67,7 @@ def find_profile(source: str, profile: str | None) -> tuple[RunProfile, Path]:
     if profile is not None and (path.is_dir() or path.suffix == ".json"):
         raise ConfigError(f"--profile: {source} has its own times and lengths; --profile gives them to a config")
     if path.is_dir():
-        return profile_of(path), path
+        return profile_of(path, active=is_locked(path)), path
     if path.suffix == ".json":
         return read_profile(path), Path()
     config = load(source)
@@ -80,7 +81,7 @@ def find_profile(source: str, profile: str | None) -> tuple[RunProfile, Path]:
             "run.dir=runs/probe` and then `slipstream simulate runs/probe`, or name a run or a profile of another config by "
             "--profile"
         )
-    return profile_of(run).with_settings(config), run
+    return profile_of(run, active=is_locked(run)).with_settings(config), run
 
 
 def sweep_of(text: str) -> list[dict[str, str]]:

@@ -38,6 +38,7 @@ from ..planner.tune.space import (
     EstimatedPoint,
     Point,
     SearchLimits,
+    affordable,
     estimate_point,
     grid_of,
     labels_of,
@@ -118,7 +119,7 @@ class Tuner:
             baseline = self._probe({}, BEYOND_BOUND - SETTLING)
         except ProbeError as error:
             raise ProbeError(f"the first probe, of the config's own settings, failed: {error}") from error
-        profile = profile_of(request.out / baseline.name)
+        profile = profile_of(request.out / baseline.name, resumable=False)
         write_profile(profile, request.out / PROFILE)
         search, interrupted = TuneSearch(profile), False
         try:
@@ -138,7 +139,8 @@ class Tuner:
         plan, hardware = SimulationPlan.of(profile), self._hardware
         devices = None if hardware.devices is None else hardware.devices - hardware.others
         limits = SearchLimits(self._config.learner.algorithm.minibatches, devices)
-        grid = grid_of(profile, estimate(plan), limits, self._request.over)
+        every = grid_of(profile, estimate(plan), limits, self._request.over)
+        grid = affordable(profile, every, limits)
         began, budget_s = self._clock(), min(60 * self._request.minutes, self._deadline - self._clock())
         own = simulate(plan, _steps(plan))
         each_s = max(1e-3, self._clock() - began)
@@ -157,13 +159,14 @@ class Tuner:
             except StateError:
                 stuck += 1
         counts = {
+            "that want more devices than there are": len(every) - len(grid),
             "refused by the config": refused,
             "in which no batch is ever full": stuck,
             "ruled out by the closed form or for lack of time": len(grid) - done - refused - stuck,
         }
         skipped = ", ".join(f"{number} {why}" for why, number in counts.items() if number)
         self._say(
-            f"simulated {done} of {len(grid)} combinations in {duration(self._clock() - began)}"
+            f"simulated {done} of {len(every)} combinations in {duration(self._clock() - began)}"
             + f"; skipped: {skipped}" * bool(skipped)
         )
 

@@ -87,6 +87,5 @@ def versions_of(run: WatchedRun, key: str, steps: str) -> tuple[int, ...]:
     first, _, last = steps.partition("-")
     found = tuple(version for step, version in known.items() if int(first) <= step <= int(last or first))
     if not found:
-        has = f"it has trained steps {min(known)} to {max(known)}" if known else "it has trained none yet"
-        raise ConfigError(f"{key} {steps}: {run.folder} has not trained that; {has}")
+        raise ConfigError(f"{key} {steps}: {run.folder} has not trained that; {run.metrics.trained_steps()}")
     return found

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..buffer.trajectory import Trajectory
-from ..configs.algorithm import Gae, Kl
+from ..configs.algorithm import Kl, warmup_of
 from ..configs.schema import Learner
 from ..errors import LearnerError
 from .algorithms import loss_of, scores_first
@@ -49,11 +49,10 @@ class PolicyStepper:
     """
 
     def __init__(self, config: Learner, backend: Backend, longest: int) -> None:
-        advantage = config.algorithm.advantage
         self._config = config
         self._backend = backend
         self.peak_lr = config.optimizer.lr
-        self.first_step = advantage.critic_warmup if isinstance(advantage, Gae) else 0
+        self.first_step = warmup_of(config.algorithm)
         self._loss = loss_of(config.algorithm, longest)
         algorithm = config.algorithm
         self._one_pass = algorithm.minibatches == algorithm.epochs == 1 and not scores_first(algorithm)

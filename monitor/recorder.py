@@ -18,6 +18,7 @@ import msgspec
 
 from ..common.scores import EvaluationResult
 from ..configs import Config
+from ..configs.algorithm import warmup_of
 from .metrics import EVALUATION, METRICS, MetricsWriter, read_lines, scalars
 from .series import read_evaluations
 from .trackers import open_trackers
@@ -32,6 +33,7 @@ class Recorder:
     def __init__(self, folder: Path, config: Config, evaluations: Path) -> None:
         self._evaluations = evaluations
         self._changed = 0, 0
+        self._warmup = warmup_of(config.learner.algorithm)
         path = folder / METRICS
         self._recorded = {(row[EVALUATION], row["step"]) for row in read_lines(path) if EVALUATION in row}
         with contextlib.ExitStack() as stack:
@@ -53,13 +55,18 @@ class Recorder:
         row = msgspec.to_builtins(metrics)
         self._writer.append(row)
         for tracker in self._trackers:
-            tracker.log(row["version"], scalars(row))
+            tracker.log(self._at(row["version"]) or row["step"], scalars(row))
 
     def sampled(self, version: int, tokens: Sequence[SampledTokens], decode: Decode) -> None:
         """Some of the trajectories that made `version`, for the trackers; `decode` is called in a thread of theirs."""
         samples = Samples(tokens, decode)
         for tracker in self._trackers:
-            tracker.sampled(version, samples)
+            tracker.sampled(self._at(version), samples)
+
+    def _at(self, version: int) -> int:
+        """Where trackers have the step that made `version`: after those of a critic's warm-up, which make none and are at their
+        numbers. Steps that a learner repeats after a crash make other versions: no tracker gets a place twice."""
+        return version + self._warmup if version else 0
 
     def _evaluated(self) -> None:
         if not self._evaluations.exists():

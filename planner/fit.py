@@ -19,7 +19,7 @@ import numpy as np
 from ..buffer.history import BufferTimes, read_times
 from ..buffer.trajectory import BatchRow, Turn
 from ..configs import Config
-from ..configs.algorithm import plays_greedily
+from ..configs.algorithm import plays_greedily, warmup_of
 from ..configs.backends import copy_ranks
 from ..configs.environments import parts_by_key, shares_of
 from ..configs.schema import OptionServers
@@ -53,26 +53,26 @@ def refuse_colocated(config: Config) -> None:
         )
 
 
-def profile_of(folder: Path) -> RunProfile:
-    """Raises as `RunRecords` and `fit_profile`."""
-    return fit_profile(RunRecords(folder))
+def profile_of(folder: Path, *, active: bool = True, resumable: bool = True) -> RunProfile:
+    """Of a run that a process may write to where it is `active`. Raises as `RunRecords` and `fit_profile`."""
+    return fit_profile(RunRecords(folder, active=active), resumable=resumable)
 
 
-def fit_profile(run: RunRecords) -> RunProfile:
-    """Raises ConfigError where the run is colocated or has too few steps, StoreError where a file of it is damaged."""
+def fit_profile(run: RunRecords, *, resumable: bool = True) -> RunProfile:
+    """Raises ConfigError where the run is colocated or has too few steps, and says how it goes on where it is `resumable`;
+    StoreError where a file of it is damaged."""
     config, rows = run.config, run.steady
     refuse_colocated(config)
     needed = run.settling + LEAST_STEPS
     if len(rows) < LEAST_STEPS:
         found = len(run.in_force)
         changed = " since its settings were changed" if found < len(run.rows) else ""
-        raise ConfigError(
-            f"{run.folder}: the run has {found} steps{changed}; a profile needs {needed}; "
-            f"where it has ended, {resume_command(run, needed)} continues it"
-        )
+        advice = f"; where it has ended, {resume_command(run, needed)} continues it" if resumable else ""
+        raise ConfigError(f"{run.folder}: the run has {found} steps{changed}; a profile needs {needed}{advice}")
     groups = run.groups
     episodes = [episode for group in groups for episode in group]
-    times = read_times(run.database, run.since, {episode[0].group_id for episode in episodes})
+    ids = {episode[0].group_id for episode in episodes}
+    times = read_times(run.database, run.since, ids, active=run.active)
     spans = read_run_spans(run.folder)
     served = [row["replicas"] for row in rows if row.get("replicas")]
     replicas = max(1, round(sum(served) / len(served)) if served else config.rollout.engine.count)
@@ -97,9 +97,11 @@ def fit_profile(run: RunRecords) -> RunProfile:
 
 
 def resume_command(run: RunRecords, steps: int) -> str:
-    """What lets a run have so many steps under the settings in force."""
-    last = run.rows[-1]["step"] if run.rows else 0
-    return f"`slipstream resume {run.folder} learner.steps={last + steps - len(run.in_force)}`"
+    """What lets a run have so many steps under the settings in force: it never ends sooner than its config says."""
+    last = run.rows[-1]["step"] if run.rows else warmup_of(run.config.learner.algorithm)
+    needed = last + steps - len(run.in_force)
+    more = f" learner.steps={needed}" if needed > run.config.learner.steps else ""
+    return f"`slipstream resume {run.folder}{more}`"
 
 
 def figures_of_rows(rows: Sequence[Row], episode_s: float | None = None) -> RunFigures:

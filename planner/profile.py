@@ -24,8 +24,9 @@ from .workload import Seconds, Workload
 
 PROFILE = "profile.json"  # in the folder of a run
 FORMAT = 1  # raise it when a field changes its meaning
-# Any preset: `load` checks settings as it checks those of a config, and a simulation reads no other key of it.
-BASE = "quickstart"
+# Any preset, with an advantage that allows groups of every size and of equal rewards: `load` checks settings as it checks those of
+# a config, and a simulation reads no other key of it. What the algorithm of a run allows is for the run's own config to say.
+BASE, ANY_ADVANTAGE = "quickstart", 'learner.algorithm.advantage={kind: python, function: "any:advantage"}'
 
 SIMULATED = (
     "buffer.max_staleness",
@@ -110,7 +111,7 @@ class RunProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The settings, with overrides, as a config; only its keys in `SIMULATED` mean something. Raises ConfigError."""
         known([override.partition("=")[0].strip() for override in overrides])
         given = (f"{key}={text_of(value)}" for key, value in self.settings.items())
-        return load(BASE, [*given, *overrides])
+        return load(BASE, [ANY_ADVANTAGE, *given, *overrides])
 
     def with_settings(self, config: Config) -> RunProfile:
         """The same times and lengths with the settings of another config."""

@@ -26,10 +26,11 @@ Groups = Sequence[Sequence[Sequence[BatchRow]]]  # of each group its episodes, o
 
 
 class RunRecords:
-    """Of the run in `folder`, finished or going on. Raises ConfigError where there is none, StoreError where a file is damaged."""
+    """Of the run in `folder`, finished or going on; `active` where a process may write to it. Raises ConfigError where there is
+    none, StoreError where a file is damaged."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, active: bool = True) -> None:
+        self.folder, self.active = folder, active
         self.database = folder / DATABASE
         self.config = load(str(run_config(folder)))
         self.rows: Sequence[Row] = of_policy(read_metrics(folder / METRICS))
@@ -49,4 +50,4 @@ class RunRecords:
     @functools.cached_property
     def groups(self) -> Groups:
         """At most `GROUPS` that ended since then. Raises StoreError."""
-        return read_groups(self.database, self.since, GROUPS)
+        return read_groups(self.database, self.since, GROUPS, active=self.active)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import numpy as np
 from slipstream.buffer.store import NewTrajectory, Store, WriteBatch
 from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
 from slipstream.common.spans import Id, Span
-from slipstream.configs import dump
+from slipstream.configs import Config, dump, load
 from slipstream.monitor.metrics import METRICS, MetricsWriter
 from slipstream.monitor.timeline import SPANS
 from slipstream.planner.engine import SimulatedReplica, SimulatedRequest
 from slipstream.planner.plan import SimulationPlan
-from slipstream.planner.profile import RunProfile
+from slipstream.planner.profile import RunProfile, text_of
 from slipstream.planner.run import SimulatedRun
 from slipstream.planner.worker import PlayedEpisode, SimulatedWorker
 
@@ -84,13 +84,21 @@ def trajectory_of(episode: PlayedEpisode, started: float, turns: list[Turn]) -> 
     )
 
 
-class RecordedRun(SimulatedRun):
-    """Writes `buffer.sqlite`, `metrics.jsonl`, `config.yaml` and, with `times`, the times of turns and `spans/` into `folder`."""
+def config_of(profile: RunProfile, *overrides: str) -> Config:
+    """The quickstart with the settings of a profile, and with overrides."""
+    return load("quickstart", [*(f"{key}={text_of(value)}" for key, value in profile.settings.items()), *overrides])
 
-    def __init__(self, profile: RunProfile, folder: Path, seed: int = 0, *, times: bool = True) -> None:
+
+class RecordedRun(SimulatedRun):
+    """Writes `buffer.sqlite`, `metrics.jsonl`, `config.yaml` (with `overrides`) and, with `times`, the times of turns and `spans/`
+    into `folder`."""
+
+    def __init__(
+        self, profile: RunProfile, folder: Path, seed: int = 0, *, times: bool = True, overrides: Sequence[str] = ()
+    ) -> None:
         super().__init__(SimulationPlan.of(profile), seed)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump(profile.config([])))
+        (folder / "config.yaml").write_text(dump(config_of(profile, *overrides)))
         self._folder, self._times = folder, times
         self._store = Store(folder / "buffer.sqlite")
         self._metrics = MetricsWriter(folder / METRICS)

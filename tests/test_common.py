@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
+import pwd
 import stat
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 from slipstream.common.fsio import write_atomic
 from slipstream.common.owned_folders import SERVER_FILES, remove_tree, sweep
 from slipstream.common.tasks import Stopped, in_thread, run_or_stop
+from slipstream.common.users import user_name
 from slipstream.common.waits import Overdue, within
 
 SOON = 60.0
@@ -141,6 +144,19 @@ def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+def test_a_user_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that was started with an id."""
+    assert user_name() == getpass.getuser()
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    assert user_name() == str(os.getuid())
 
 
 def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(

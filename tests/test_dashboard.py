@@ -22,13 +22,14 @@ import msgspec
 import numpy as np
 import pytest
 from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
+from slipstream.dashboard import runs as dashboard_runs_module
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.curves import MetricsTable
 from slipstream.dashboard.index import IndexedHeader, TrajectoryIndex, TrajectoryQuery
 from slipstream.dashboard.runs import RunAccess, RunFolder
 from slipstream.dashboard.store import StoreReader
 from slipstream.dashboard.texts import TokenTexts
-from slipstream.errors import StoreError
+from slipstream.errors import ConfigError, StoreError
 from slipstream.launch.cli.main import main
 from slipstream.monitor.settings import SETTINGS, SettingChange, append_changes
 from slipstream.tests.dashboard_runs import MEMBERS, PLANTED, DashboardRun
@@ -296,6 +297,23 @@ def test_a_killed_run_is_read_with_what_its_log_has(tmp_path: Path) -> None:
         (copied / name).write_bytes((run.folder / name).read_bytes())
     run.close()
     assert TrajectoryIndex(StoreReader(copied, lambda: False)).page(TrajectoryQuery()).total == MEMBERS
+
+
+def test_the_newest_runs_of_a_folder_are_shown_and_the_others_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard_runs_module, "RUNS_LIMIT", 2)
+    for age, name in enumerate(("b", "d", "a", "c")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("extends: quickstart\n")
+        os.utime(tmp_path / name / "config.yaml", (1e9 - age, 1e9 - age))
+    runs = RunFolder(tmp_path, IDLE)
+    assert [run.name for run in runs.runs()] == ["b", "d"]
+    assert runs.left_out == 2
+    assert runs.run("c").name == "c"
+    with pytest.raises(ConfigError, match=r"holds no run '\.\.'"):
+        runs.run("..")
+    assert RunFolder(tmp_path / "b", IDLE).left_out == 0
 
 
 async def test_what_is_missing_is_said(tmp_path: Path) -> None:

@@ -37,12 +37,15 @@ def test_findings_come_with_the_commands_that_make_and_simulate_them() -> None:
     )
     prose = {"change": "make the tool faster", "live": False}
     after = {"change": "learner.backend.ranks=2 rollout.engine.replicas=1", "live": False}
-    added = {"change": "slipstream replicas 'runs/a b' add"}
+    added = {"change": "rollout.engine.replicas=2"}
     unknown = {"change": "weightsync.transport=shared", "live": False}  # to a simulation
     others = (_replaced(one, changes) for changes in (prose, added, after, unknown))
     explanation = Explanation(run="runs/a b", active=True, alerts=(), findings=(one, *others))
     commands = [line for line in explanation.lines() if "while the run goes on" in line]
-    assert commands == ["     while the run goes on: slipstream set 'runs/a b' buffer.max_staleness=1"]
+    assert commands == [
+        "     while the run goes on: slipstream set 'runs/a b' buffer.max_staleness=1",
+        "     while the run goes on: slipstream replicas 'runs/a b' add",
+    ]
     shown = shown_explanation(explanation, active=True).findings
     assert [found.command for found in shown] == [
         "slipstream set 'runs/a b' buffer.max_staleness=1",  # a live key
@@ -53,9 +56,10 @@ def test_findings_come_with_the_commands_that_make_and_simulate_them() -> None:
     ]
     assert shown[0].simulate == "slipstream simulate 'runs/a b' buffer.max_staleness=1"
     assert shown[0].evidence == ("staleness 1.9",)
-    assert shown[1].simulate == shown[2].simulate == shown[4].simulate == ""
-    (over, *_) = shown_explanation(explanation, active=False).findings
-    assert over.command == "buffer.max_staleness=1"
+    assert shown[1].simulate == shown[4].simulate == ""
+    assert shown[2].simulate == "slipstream simulate 'runs/a b' rollout.engine.replicas=2"
+    over = [found.command for found in shown_explanation(explanation, active=False).findings]
+    assert over[:3] == ["buffer.max_staleness=1", "", "rollout.engine.replicas=2"]
 
 
 def _replaced(finding: Finding, changes: dict[str, Any]) -> Finding:

@@ -11,10 +11,12 @@ import sys
 import unicodedata
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 from slipstream.buffer.trajectory import Outcome, Trajectory
 from slipstream.launch.cli.main import main
+from slipstream.monitor.metrics import METRICS, read_metrics
 from slipstream.tests import dashboard_runs, forkserver
 from slipstream.tests.dashboard_runs import MEMBERS, DashboardRun
 from slipstream.tests.runs import WAIT_S
@@ -123,6 +125,24 @@ def test_the_worst_the_best_and_any_one(
         assert [rewards[id] for id in ids] == wanted
     assert len(episodes_of(shown(capsys, folder, "--count", "100"))) == MEMBERS
     assert episodes_of(shown(capsys, folder, "--episode", trajectories[6].id)) == [trajectories[6].episode]
+
+
+@pytest.mark.parametrize("command", ["show", "trace"])
+def test_a_step_of_the_critics_warm_up_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = DashboardRun(tmp_path / "run")
+    run.record(4)
+    run.close()
+    path = run.folder / METRICS
+    rows = [row | {"step": row["step"] + 2} for row in read_metrics(path)]
+    warmup = [rows[0] | {"step": step, "version": 0, "grad_norm": None} for step in (1, 2)]
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in [*warmup, *rows]))
+    assert main([command, str(run.folder), "--step" if command == "show" else "--steps", "2"]) == 2
+    line = "it has trained steps 3 to 5; steps 1 to 2 were the critic's warm-up, in which the policy is not trained\n"
+    assert capsys.readouterr().err.endswith(line)
+    if command == "show":
+        assert shown(capsys, run.folder, "--step", "3").startswith("step 3: ")
 
 
 @pytest.mark.parametrize(

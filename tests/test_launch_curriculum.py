@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from slipstream.configs import load
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, StoreError
+from slipstream.launch import rating
 from slipstream.launch.cli.main import main
 from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.samplers import make_samplers
@@ -104,6 +105,9 @@ def test_a_sampler_gets_the_tasks_of_its_environment(tmp_path: Path, monkeypatch
     [
         (["--min", "0.6", "--max", "0.2"], "--min 0.6 --max 0.2: allowed are rates from 0 to 1, the smaller one first"),
         (["--samples", "0"], "--samples 0: allowed are 1 and more"),
+        (["--min", "nan"], "--min nan --max 1: allowed are rates from 0 to 1"),
+        (["--out", "rows.jsonl/x.jsonl"], "--out: rows.jsonl cannot be created or written: "),
+        (["--out", "folder.jsonl"], "--out folder.jsonl: is a folder; name a file"),
         (["--out", "x.parquet"], "--out x.parquet: the rows are written as JSON lines"),
         ([], "env.kind: reasoning_gym has no rows to rate; allowed are dataset and mcp"),
     ],
@@ -112,10 +116,20 @@ def test_wrong_bounds_and_environments_are_refused(
     arguments: list[str], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = [ENV] if arguments else []
+    (folder / "folder.jsonl").mkdir()
     assert main(["rate", "quickstart", "--out", "rated.jsonl", *arguments, *env]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
     assert not (folder / "rated.jsonl.ratings.jsonl").exists()
+
+
+def test_what_cannot_be_written_at_the_end_is_an_error_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        StoreError, match=r"--out \S+/rows.jsonl cannot be written: .*; the ratings stay in \S+ratings.jsonl"
+    ):
+        rating._write(
+            cast(Any, None), tmp_path / "gone" / "rows.jsonl", [], (0.0, 1.0)
+        )  # no row: the source is not asked
 
 
 def statistics(run: Path) -> dict[str, tuple[int, int, int]]:

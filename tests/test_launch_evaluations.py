@@ -274,6 +274,18 @@ def test_a_suite_keeps_its_files_wherever_the_run_is_resumed(tmp_path: Path, mon
     assert env.path == env.evaluation == str(tmp_path / "test.jsonl")
 
 
+def test_steps_of_a_critics_warm_up_have_places_of_their_own(tmp_path: Path) -> None:
+    """They make no version; steps that are repeated after a crash make others."""
+    config = load("vapo", ["run.trackers=[tensorboard]", "learner.algorithm.advantage.critic_warmup=2"])
+    step = msgspec.defstruct("Step", ["step", "version", "reward_mean"])
+    with Recorder(tmp_path, config, tmp_path / evaluations.FILE) as recorder:
+        for number, version in ((1, 0), (2, 0), (3, 1), (4, 2), (4, 3), (5, 4)):
+            recorder.step(step(number, version, 0.1 * number))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("reward_mean")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_every_evaluation_is_recorded_once_by_its_version(tmp_path: Path) -> None:
     """Also those that end after the last step, and not again by the learner's next process."""
     config, file = load("quickstart", ["run.trackers=[tensorboard]"]), tmp_path / evaluations.FILE

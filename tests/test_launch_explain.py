@@ -83,7 +83,7 @@ def test_what_cannot_be_explained_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert "--gpus 0: allowed are 1 and more" in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "run")]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    command = f"`slipstream resume {tmp_path / 'run'} learner.steps=9`"
+    command = f"`slipstream resume {tmp_path / 'run'}`"
     assert line == f"6 steps so far: what to change is said from 9 on; {command} continues the run"
     (tmp_path / "run" / "metrics.jsonl").write_text("no row\n")
     assert "not explained: " in explain_or_say_why(tmp_path / "run", active=False).note

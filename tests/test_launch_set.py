@@ -8,8 +8,10 @@ import contextlib
 import io
 import json
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch.launchers.local import LocalLauncher, Placement
 from slipstream.launch.run_context import VARIABLE, Addresses, RunContext, RunSettings, following_settings
 from slipstream.launch.run_lock import run_lock
+from slipstream.launch.supervisor import settings as settings_module
 from slipstream.launch.supervisor.control import (
     ChangeSettings,
     ControlServer,
@@ -190,6 +193,50 @@ async def test_a_change_that_cannot_be_written_is_taken_back(tmp_path: Path, add
             assert len(await there.set("buffer.max_staleness=0")) == 1
             assert there.service._replay.admission.max_staleness == 0
         assert json_config(there.worker.environment[VARIABLE]).buffer.max_staleness == 0
+
+
+class HungDisk:
+    """Holds up what a function writes until it is `well`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        write, self.well, self.hung = getattr(settings_module, name), threading.Event(), threading.Event()
+
+        def held(path: Path, data: Any) -> None:
+            self.hung.set()
+            assert self.well.wait(SOON)
+            write(path, data)
+
+        monkeypatch.setattr(settings_module, name, held)
+        monkeypatch.setattr(settings_module, "WRITE_S", 0.2)
+
+
+async def test_a_disk_that_hangs_is_named_and_the_change_is_taken_back_also_later(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage(tmp_path, address) as there:
+        disk = HungDisk(monkeypatch, "append_changes")
+        with pytest.raises(ConfigError, match=rf"the supervisor waited 0.2 s for \S+{SETTINGS}; is the disk of"):
+            await there.set("buffer.max_staleness=0")
+        assert (await there.listed())["buffer.max_staleness"] == 2  # another command is answered
+        with pytest.raises(ConfigError, match=SETTINGS):  # what hangs comes first
+            await there.set("buffer.max_staleness=1")
+        disk.well.set()
+        (change,) = await there.set("buffer.max_staleness=3")
+        changes = read_changes(tmp_path / SETTINGS)
+        assert [(one.old, one.new) for one in changes] == [(2, 0), (0, 2), (2, 3)]
+        assert changes[-1] == change
+
+
+async def test_a_config_that_is_not_written_in_time_keeps_nobody_from_a_change(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage(tmp_path, address) as there:
+        disk = HungDisk(monkeypatch, "write_atomic")
+        assert len(await there.set("buffer.max_staleness=0")) == 1
+        assert "config.yaml keeps the old values: the supervisor" in caplog.text
+        assert disk.hung.is_set()
+        assert len(read_changes(tmp_path / SETTINGS)) == 1
+        disk.well.set()
 
 
 async def test_all_workers_have_room_for_a_group_also_those_that_are_added(tmp_path: Path) -> None:

@@ -16,18 +16,19 @@ import pytest
 from slipstream.benchmarks.emulated_run import PRESET, environment_of, settings_of
 from slipstream.benchmarks.explanation import LAW
 from slipstream.benchmarks.models import make_policy
-from slipstream.configs import Config, load
+from slipstream.configs import Config, check, load
 from slipstream.errors import ConfigError
 from slipstream.launch import tune as tuning
 from slipstream.launch.cli.main import main
-from slipstream.launch.probes import ProbeError, run_probe
-from slipstream.launch.tune import Tuner, TuneRequest, TuneResult, draw
+from slipstream.launch.probes import ProbeError, probe_config, run_probe
+from slipstream.launch.tune import BEYOND_BOUND, Tuner, TuneRequest, TuneResult, draw
 from slipstream.monitor.alerts import SETTLING
 from slipstream.monitor.metrics import METRICS, read_metrics
-from slipstream.planner.fit import figures_of_rows
+from slipstream.planner.fit import LEAST_STEPS, figures_of_rows, profile_of
 from slipstream.planner.plan import SimulationPlan
 from slipstream.planner.profile import LearnerProfile, RunProfile
 from slipstream.planner.profile import settings_of as simulated_settings
+from slipstream.planner.records import RunRecords
 from slipstream.planner.run import simulate
 from slipstream.planner.tune.search import ProbeResult
 from slipstream.planner.tune.space import BOUND, CONCURRENT, search_of
@@ -184,6 +185,7 @@ def test_settings_that_do_not_fit_together_are_not_probed(tmp_path: Path) -> Non
         (("full", "--live", "buffer.max_staleness=1"), "buffer.max_staleness=1: --live knows no such thing"),
         (("full", "--live", "--over", "rollout.workers=1,2"), "--over rollout.workers=1,2: --live moves one key"),
         (("quickstart", "--minutes", "0.5"), "--minutes 0.5: allowed are 1 and more"),
+        (("quickstart", "--minutes", "inf"), "--minutes inf: allowed are 1 and more, less than infinity"),
         (("quickstart", "--minutes", "nan"), "--minutes nan: allowed are 1 and more"),
         (("quickstart", "--minutes", "5", "--gpus", "1"), "--gpus 1: allowed are 2 and more"),
         (("quickstart", "--minutes", "5", "--over", "learner.steps=1,2"), "--over learner.steps: no simulation knows"),
@@ -206,6 +208,26 @@ def test_bad_input_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+@pytest.mark.parametrize(("preset", "warmup"), [("vapo", 5), ("pf-ppo", 5), ("quickstart", 0)])
+def test_a_probe_has_its_steps_after_the_critics_warm_up(preset: str, warmup: int, tmp_path: Path) -> None:
+    probe = probe_config(load(preset, [f"{BOUND}=1"]), tmp_path / "probe-00", BEYOND_BOUND - SETTLING)
+    assert probe.learner.steps == warmup + 1 + BEYOND_BOUND
+    check(probe)
+    RecordedRun(TRUTH, tmp_path / "probe-00").record(probe.learner.steps)
+    path = tmp_path / "probe-00" / METRICS
+    rows = [row | ({"grad_norm": None} if row["step"] <= warmup else {}) for row in read_metrics(path)]
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    run = RunRecords(tmp_path / "probe-00")
+    assert len(run.steady) >= LEAST_STEPS
+    assert profile_of(run.folder, resumable=False).measured is not None
+
+
+def test_nobody_is_told_to_resume_a_probe(tmp_path: Path) -> None:
+    RecordedRun(TRUTH, tmp_path / "probe-00").record(3)
+    with pytest.raises(ConfigError, match=r"the run has 3 steps; a profile needs \d+$"):
+        profile_of(tmp_path / "probe-00", resumable=False)
 
 
 def test_a_run_that_cannot_start_fails_with_its_own_words(tmp_path: Path) -> None:

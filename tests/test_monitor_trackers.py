@@ -5,6 +5,7 @@ import json
 import logging
 import struct
 import subprocess
+import sys
 import threading
 
 import msgspec
@@ -241,6 +242,15 @@ def test_an_unknown_tracker_is_refused():
         ConfigError, match=r"run\.trackers: 'aim' is unknown; allowed: tensorboard, wandb, mlflow, swanlab, trackio"
     ):
         check_trackers(["tensorboard", "aim"])
+
+
+def test_a_folder_of_the_name_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "swanlab").mkdir()  # where an earlier run recorded
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *(path for path in sys.path if "site-packages" not in path)])
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"run\.trackers: swanlab .*pip install swanlab"):
+        check_trackers(["swanlab"])
 
 
 def test_a_missing_package_names_the_key_and_the_extra(monkeypatch):

@@ -12,7 +12,7 @@ from slipstream.planner.closed_form import estimate
 from slipstream.planner.engine import DecodeCurve
 from slipstream.planner.explain import gains
 from slipstream.planner.explain.evidence import Evidence, Hardware, SlowestCall, tail_of
-from slipstream.planner.explain.explain import find, in_order
+from slipstream.planner.explain.explain import find, in_order, possible
 from slipstream.planner.explain.findings import Candidate, Explanation, Finding, Gain, Interval, Suspicion
 from slipstream.planner.explain.gains import GainSimulator, interval
 from slipstream.planner.explain.rules import suspicions
@@ -22,6 +22,7 @@ from slipstream.planner.profile import EngineProfile, LearnerProfile, PushProfil
 from slipstream.planner.run import simulate
 from slipstream.planner.workload import EpisodeShape, Lognormal, Observed, TurnShape
 from slipstream.tests.episodes import row_of, trajectory
+from slipstream.tests.simulated_runs import config_of
 
 LAPTOP = Hardware("cores", 2, 0, 2)
 
@@ -63,7 +64,7 @@ def evidence_of(profile: RunProfile, hardware: Hardware = LAPTOP, **changes: Any
     waited = workload.environment_s if isinstance(workload, Lognormal) else 0.0
     found = Evidence(
         run="runs/x",
-        config=profile.config(),
+        config=config_of(profile),
         hardware=hardware,
         steps=(5, 40),
         measured=measured,
@@ -127,8 +128,9 @@ def test_servers_that_are_full_decode_more_at_once_or_get_another_beside_them() 
     busy = run_of(max_concurrent=8, bound=2, step=2e-4, curve=((0.0, 1e-5), (8.0, 0.016)))
     assert found_in(busy) == []  # two cores, both in use
     more = found_in(busy, Hardware("cores", 3, 0, 3))[0]
-    assert (more.rule, more.change, more.live) == ("more_replicas", "slipstream replicas runs/x add", True)
-    theirs = changed(busy.config(), ["rollout.engine.replicas={https://box1:8000: keys.json}"])
+    assert (more.rule, more.change, more.live) == ("more_replicas", "rollout.engine.replicas=2", True)
+    assert more.command("runs/a b", active=True) == "slipstream replicas 'runs/a b' add"
+    theirs = changed(config_of(busy), ["rollout.engine.replicas={https://box1:8000: keys.json}"])
     found = found_in(busy, Hardware("cores", 3, 0, 3), config=theirs)
     assert {one.rule for one in found}.isdisjoint({"more_replicas", "other_split"})  # the run starts no server
 
@@ -232,6 +234,9 @@ def test_a_worker_that_fills_its_core_gets_another_where_a_core_is_free() -> Non
     busy = {"measured": figures(**WAITING), "worker_cpu": 0.95}
     assert only("full_worker", **busy, hardware=Hardware("GPUs", 8, 0, 32)).candidates[0].change == "rollout.workers=2"
     assert not any(one.rule == "full_worker" for one in suspected(**busy))
+    (found,) = [one for one in found_in(run_of(), Hardware("GPUs", 8, 0, 32), **busy) if one.rule == "full_worker"]
+    assert found.command("runs/x", active=True) == "slipstream workers runs/x add"
+    assert found.command("runs/x", active=False) == "rollout.workers=2"
 
 
 def test_a_long_tail_wants_fewer_members() -> None:
@@ -250,6 +255,37 @@ def test_tokens_that_do_not_count_are_a_warning() -> None:
     one = only("low_ess", ess={0: 0.99, 1: 0.9, 2: 0.6, 3: 0.4})
     assert (one.candidates[0].change, one.warning) == ("buffer.max_staleness=1", True)
     assert only("low_ess", ess={0: 0.5}).candidates[0].change == "learner.optimizer.lr=0.00015"
+
+
+def test_a_teacher_judges_groups_of_equal_rewards_too() -> None:
+    taught = load("quickstart", ["learner.algorithm.kl={kind: distillation, reference: teacher}"])
+    assert "alike" not in {one.rule for one in suspected(alike=0.6, alike_all=0.6, config=taught)}
+    assert "alike" in {one.rule for one in suspected(alike=0.6, alike_all=0.6)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "evidence", "words", "left"),
+    [
+        ("withheld", {"withheld": 0.2}, ["learner.algorithm.minibatches=2"], ["buffer.max_staleness=2"]),
+        ("withheld", {"withheld": 0.2}, ["buffer.shards=2"], ["buffer.max_staleness=2"]),
+        ("withheld", {"withheld": 0.2}, [], ["buffer.max_staleness=2", "buffer.groups_per_batch=1"]),
+        (
+            "withheld",
+            {"withheld": 0.2},
+            ["buffer.max_staleness=0", "learner.algorithm.correction.kind=none"],
+            ["buffer.groups_per_batch=1"],
+        ),
+        ("slow_push", {"push_s": 5.0}, ["rollout.engine.replicas={https://box1:8000: keys.json}"], []),
+        ("slow_push", {"push_s": 5.0}, [], ["weightsync.transport=shared"]),
+    ],
+    ids=lambda value: "",
+)
+def test_a_change_that_the_runs_own_config_refuses_is_not_offered(
+    rule: str, evidence: dict[str, Any], words: list[str], left: list[str]
+) -> None:
+    config = config_of(run_of(), *words)
+    one = possible(only(rule, measured=figures(**evidence), config=config), config)
+    assert [candidate.change for candidate in one.candidates] == left
 
 
 def test_devices_move_to_the_side_that_lacks_them() -> None:

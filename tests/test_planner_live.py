@@ -61,6 +61,17 @@ def test_it_stays_where_a_move_is_not_allowed_or_not_worth_it(rule: BoundRule, o
     assert moves(rule, one, times=5 * EVERY) == []
 
 
+def test_a_critics_warm_up_and_a_sample_size_that_nobody_measured_move_nothing() -> None:
+    rule = BoundRule(1, 0, 4, lambda bound: 0.5)
+    waits = row(wait=0.2, age=1)
+    assert moves(rule, waits | {"grad_norm": None}) == []
+    assert moves(rule, waits | {"grad_norm": 1.0}, times=EVERY - 1) == []  # those of the warm-up are not counted
+    assert [move.bound for move in moves(rule, waits, times=1)] == [2]
+    unmeasured = waits | {"ess_by_staleness": {}}
+    for ess, number in ((None, 0), (0.5, 0), (0.99, 1)):  # of all tokens
+        assert len(moves(BoundRule(1, 0, 4, lambda bound: 0.5), unmeasured | {"ess": ess})) == number
+
+
 def test_after_a_move_the_run_fills_up_first_and_a_move_back_takes_longer() -> None:
     rule = BoundRule(1, 0, 4, lambda bound: 0.0)
     (move,) = moves(rule, row(wait=0.2, age=1))
@@ -128,6 +139,7 @@ def test_a_run_comes_to_rest_where_its_learner_hardly_waits(start: int) -> None:
                     "step_s": sample.step_s,
                     "push_s": sample.push_s,
                     "staleness_tokens": {str(lag): n for lag, n in sample.tokens_by_staleness.items()},
+                    "ess_by_staleness": dict.fromkeys(map(str, sample.tokens_by_staleness), 1.0),
                     "tokens_withheld": sample.withheld,
                     "tokens_generated": sample.generated,
                     "slot_s": sample.slot_s,

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from slipstream.buffer.ledger_report import ledger_report
+from slipstream.buffer.schema import DATABASE
 from slipstream.buffer.trajectory import BatchRow, Turn, VersionSpan
+from slipstream.configs import changed, dump, load
 from slipstream.errors import ConfigError, StoreError
+from slipstream.launch.simulation import find_profile
 from slipstream.planner.engine import DecodeCurve
 from slipstream.planner.fit import _shape, profile_of
 from slipstream.planner.plan import SimulationPlan
@@ -132,8 +136,12 @@ def test_a_run_that_goes_on_has_a_profile_and_one_that_has_just_begun_is_refused
     RecordedRun(TRUTH, tmp_path / "run").record(8)
     with pytest.raises(
         ConfigError,
-        match=r"the run has 8 steps; a profile needs 9; where it has ended, `slipstream resume \S+ learner.steps=9` continues it",
+        match=r"the run has 8 steps; a profile needs 9; where it has ended, `slipstream resume \S+` continues it",
     ):
+        profile_of(tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(dump(changed(load(str(config)), ["learner.steps=8"])))
+    with pytest.raises(ConfigError, match=r"`slipstream resume \S+ learner.steps=9` continues it"):
         profile_of(tmp_path / "run")
     with pytest.raises(ConfigError, match="holds no run"):
         profile_of(tmp_path)
@@ -142,6 +150,24 @@ def test_a_run_that_goes_on_has_a_profile_and_one_that_has_just_begun_is_refused
     (tmp_path / "longer" / "buffer.sqlite").unlink()
     with pytest.raises(StoreError, match="no buffer"):
         profile_of(tmp_path / "longer")
+
+
+def test_a_run_that_is_over_is_read_without_a_file_beside_it(tmp_path: Path) -> None:
+    """As in a folder that cannot be written."""
+    RecordedRun(TRUTH, tmp_path / "run").record(9)
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    profile, _ = find_profile(str(tmp_path / "run"), None)
+    assert ledger_report(tmp_path / "run" / DATABASE, active=False).total.generated > 0
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert profile_of(tmp_path / "run", active=True) == profile
+
+
+def test_groups_of_one_are_simulated_whatever_allows_them(tmp_path: Path) -> None:
+    alone = msgspec.structs.replace(TRUTH, settings=TRUTH.settings | {"buffer.group_size": 1})
+    for kind in ("gae", "reinforce_pp"):
+        RecordedRun(alone, tmp_path / kind, overrides=[f"learner.algorithm.advantage.kind={kind}"]).record(9)
+        plan = SimulationPlan.of(profile_of(tmp_path / kind), ("buffer.max_staleness=0",))
+        assert (plan.replay.group_size, plan.admission.max_staleness) == (1, 0)
 
 
 def branch_of(number: int, spans: list[tuple[int, int]], turns: list[Turn], length: int) -> BatchRow:

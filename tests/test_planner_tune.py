@@ -29,10 +29,12 @@ from slipstream.planner.tune.space import (
     EstimatedPoint,
     Point,
     SearchLimits,
+    affordable,
     estimate_point,
     grid_of,
     prune,
     search_of,
+    simulated,
 )
 from slipstream.tests.test_planner_profile import TRUTH
 
@@ -89,6 +91,19 @@ def test_values_of_the_user_are_the_ones_that_are_tried() -> None:
     assert len(grid(TRUTH, 1, 2, f"{BOUND},{CONCURRENT}")) == len(grid(TRUTH, 1, 2, BOUND)) * len(
         grid(TRUTH, 1, 2, CONCURRENT)
     )
+
+
+def test_values_of_the_user_that_want_more_devices_than_there_are_are_left_out() -> None:
+    limits = SearchLimits(devices=4)
+    points = grid(TRUTH, 1, 4, f"{REPLICAS}=1,3,4,x", f"{RANKS}=1,2", f"{BOUND}=0,1")
+    left = affordable(TRUTH, points, limits)
+    assert len(points) == 16
+    placed = {(point.get(REPLICAS, "1"), point.get(RANKS, "1")) for point in left}
+    assert placed == {("1", "1"), ("1", "2"), ("3", "1"), ("x", "1"), ("x", "2")}  # `x` is for the config to refuse
+    assert all(SimulationPlan.of(TRUTH, simulated(one)).gpus <= 4 for one in left if one.get(REPLICAS) != "x")
+    assert affordable(TRUTH, points, SearchLimits(devices=None)) == points
+    wide = msgspec.structs.replace(TRUTH, settings=TRUTH.settings | {RANKS: 8})
+    assert {} in affordable(wide, grid(wide, 1, 4, BOUND), limits)  # the config's own wants more
 
 
 @pytest.mark.parametrize(

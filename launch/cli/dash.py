@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import getpass
 import os
 import secrets
 import signal
@@ -13,6 +12,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...common.users import user_name
 from ...errors import ConfigError
 from ...monitor.output import print_line
 from .options import CommandTable
@@ -62,8 +62,8 @@ def _export(runs: RunFolder, path: Path) -> int:
     from ...dashboard.export import export_run
     from ..explain import explain_or_say_why
 
-    if len(runs.runs()) > 1:
-        raise ConfigError(f"--export: {runs.root} holds {len(runs.runs())} runs; name one of them")
+    if (number := len(runs.runs()) + runs.left_out) > 1:
+        raise ConfigError(f"--export: {runs.root} holds {number} runs; name one of them")
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--export {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
     (run,) = runs.runs()
@@ -83,6 +83,7 @@ def _export(runs: RunFolder, path: Path) -> int:
 async def _serve(runs: RunFolder, host: str, port: int) -> None:
     """Until SIGINT or SIGTERM."""
     from ...dashboard.app import DashServer, needs_token
+    from ...dashboard.runs import RUNS_LIMIT
 
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -90,8 +91,10 @@ async def _serve(runs: RunFolder, host: str, port: int) -> None:
     token = secrets.token_urlsafe(18) if needs_token(host) else ""
     async with DashServer(runs, host, port, token) as server:
         print_line(f"dashboard of {runs.root}: {server.url}")
+        if runs.left_out:
+            print_line(f"its {RUNS_LIMIT} newest runs are shown, {runs.left_out} older ones are left out")
         if not token:
-            tunnel = f"ssh -N -L {server.port}:127.0.0.1:{server.port} {getpass.getuser()}@{socket.gethostname()}"
+            tunnel = f"ssh -N -L {server.port}:127.0.0.1:{server.port} {user_name()}@{socket.gethostname()}"
             print_line(f"from another machine: {tunnel}, then the same address there")
         print_line("Ctrl-C ends it; the runs do not notice")
         await stopped.wait()

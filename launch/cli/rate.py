@@ -30,9 +30,11 @@ def rate(options: argparse.Namespace) -> int:
     for name, least in (("samples", 1), ("rows", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} {getattr(options, name)}: allowed are {least} and more")
+    from ..rating import check_request
     from ..rating import rate as measure
 
     bounds, out = (options.min, options.max), Path(options.out)
+    check_request(out, bounds)
     if Path(options.config).is_dir():
         from ..export import model_at  # takes seconds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import signal
 from collections.abc import Sequence
@@ -66,8 +67,8 @@ def tune(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"{options.config} is a folder; a search takes a config, such as {options.config}/config.yaml"
         )
-    if not options.minutes >= LEAST_MINUTES:
-        raise ConfigError(f"--minutes {options.minutes:g}: allowed are {LEAST_MINUTES:g} and more")
+    if not LEAST_MINUTES <= options.minutes < math.inf:
+        raise ConfigError(f"--minutes {options.minutes:g}: allowed are {LEAST_MINUTES:g} and more, less than infinity")
     if options.gpus is not None and options.gpus < 2:
         raise ConfigError(f"--gpus {options.gpus}: allowed are 2 and more, one for a replica and one for the learner")
     from ...planner.tune.space import search_of

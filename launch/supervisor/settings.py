@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -27,7 +29,7 @@ from ...buffer.client_registry import SUPERVISOR
 from ...common.fsio import write_atomic
 from ...common.tasks import in_thread
 from ...configs import LIVE, RUN_CONFIG, Config, changed_live, check, dump
-from ...errors import ConfigError, SlipstreamError
+from ...errors import ConfigError, DeadlineExceeded, SlipstreamError, with_deadline
 from ...learner.checkpoint import checkpoints, read_state
 from ...monitor.settings import SETTINGS, LiveSetting, SettingChange, append_changes
 from ...monitor.terminal import View
@@ -41,6 +43,7 @@ from .processes import ProcessManager
 log = logging.getLogger(__name__)
 
 BUFFER_S = 60.0  # longest wait for the buffer, which may be starting again
+WRITE_S = 10.0  # longest wait for the disk of the run
 
 
 @dataclass(eq=False)
@@ -57,6 +60,7 @@ class SettingsManager:
     # While the context lasts a client of the supervisor talks to the present process of a role; nothing in a run without keys.
     trusting: Callable[[RpcClient, str], contextlib.AbstractContextManager[None]] = lambda client, role: nullcontext()
     pair: KeyPair | None = None  # of this process
+    _writing: asyncio.Future[None] | None = None  # the last work on the disk of the run
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # what is published is in force, or was not changed
 
     def listed(self) -> list[LiveSetting]:
@@ -64,7 +68,7 @@ class SettingsManager:
 
     async def change(self, overrides: Sequence[str]) -> tuple[SettingChange, ...]:
         """Apply overrides of live keys; those that changed something. Raises ConfigError where one is not allowed or the changes
-        cannot be written, DeadlineExceeded where the buffer does not answer: then nothing has changed."""
+        cannot be written, DeadlineExceeded where the buffer or the disk does not answer: then nothing has changed."""
         async with self._changing:
             return await self._change(overrides)
 
@@ -79,7 +83,7 @@ class SettingsManager:
             version = await self._configure_buffer()
             now, step = time.time(), self._step_of(version)
             changes = tuple(SettingChange(now, step, version, one.key, one.old, one.new) for one in different)
-            await in_thread(lambda: append_changes(self.context.dir / SETTINGS, changes), "settings")
+            await self._record(changes)
         except (SlipstreamError, OSError) as error:
             self._start_with(before)
             self.publisher.publish(self.context.settings)
@@ -88,7 +92,7 @@ class SettingsManager:
             raise ConfigError(
                 f"{self.context.dir / SETTINGS} cannot be written, nothing was changed: {error}"
             ) from None
-        self._follow(after)
+        await self._follow(after)
         for change in changes:
             self.view.event(f"{change}, from step {step} on")
         return changes
@@ -117,15 +121,48 @@ class SettingsManager:
             self._start_with(self.context.config)
             self.publisher.publish(self.context.settings)
 
-    def _follow(self, config: Config) -> None:
+    async def _record(self, changes: Sequence[SettingChange]) -> None:
+        """Have them in `settings.jsonl`. Raises OSError or DeadlineExceeded: then they are not; a disk that takes them later takes
+        back what they changed at once."""
+        path, lock = self.context.dir / SETTINGS, threading.Lock()
+        written = given_up = False
+
+        def append() -> None:
+            nonlocal written
+            append_changes(path, changes)
+            with lock:
+                written = not given_up
+            if not written:
+                append_changes(path, [msgspec.structs.replace(one, old=one.new, new=one.old) for one in changes])
+
+        try:
+            await self._write(append, path)
+        except DeadlineExceeded:
+            with lock:
+                given_up = not written
+            if given_up:
+                raise
+
+    async def _write(self, work: Callable[[], None], path: Path) -> None:
+        """In a thread, after what was begun before: a disk that hangs holds up no other command for longer than the deadline.
+        Raises DeadlineExceeded, and what `work` raises."""
+        hint = f"is the disk of {self.context.dir} gone?"
+        waiting = {"who": "the supervisor", "waits_for": str(path), "hint": hint}
+        if self._writing is not None:
+            await with_deadline(WRITE_S, asyncio.wait([self._writing]), **waiting)
+        self._writing = in_thread(work, "settings")
+        await with_deadline(WRITE_S, asyncio.shield(self._writing), **waiting)
+
+    async def _follow(self, config: Config) -> None:
         """`config` is in force."""
         self.publisher.publish(self.context.settings)
         for follow in self.followers:
             follow(config)
+        path, text = self.context.dir / RUN_CONFIG, dump(config).encode()
         try:
-            write_atomic(self.context.dir / RUN_CONFIG, dump(config).encode())
-        except OSError as error:  # `resume` folds in `settings.jsonl`
-            log.warning("%s keeps the old values: %s", self.context.dir / RUN_CONFIG, error)
+            await self._write(lambda: write_atomic(path, text), path)
+        except (OSError, DeadlineExceeded) as error:  # `resume` folds in `settings.jsonl`
+            log.warning("%s keeps the old values: %s", path, error)
 
     def _start_with(self, config: Config) -> None:
         """Processes that start from now on have `config`."""

@@ -37,7 +37,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(f"run.trackers: {name!r} is unknown; allowed: {', '.join(TRACKERS)}")
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder ./wandb is a namespace package, which has no origin
             raise ConfigError(f"run.trackers: {name} needs the package {name}; run pip install {name}, or remove it")
 
 

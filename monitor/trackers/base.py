@@ -77,7 +77,7 @@ class Samples:
 
 
 class Tracker(Protocol):
-    """`step` is the policy version that a step made."""
+    """`step` is the policy version that a step made, counted on from the steps of a critic's warm-up."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """The numbers of a step."""

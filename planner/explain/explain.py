@@ -5,6 +5,7 @@
 
 Invariants:
 - Alarms first: findings are told only while no alert is active, but those of an idle side, which findings are the answer to.
+- A change is offered only where the run's own config takes it.
 - Findings are in the order of what they cost: warnings, then what is free, then devices, then age; by gain among these.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...configs import Config, changed
 from ...errors import ConfigError, StateError
 from ...monitor.alerts import ALERTS, Alert, AlertBook, read_alerts, unseen_in_rows
 from ..closed_form import estimate
@@ -23,7 +25,7 @@ from ..plan import SimulationPlan
 from ..profile import RunProfile
 from ..records import RunRecords
 from .evidence import Evidence, Hardware, read_evidence
-from .findings import Explanation, Finding, Suspicion
+from .findings import Candidate, Explanation, Finding, Suspicion, overrides_in
 from .gains import MISSED, GainSimulator, finding_of
 from .rules import suspicions
 
@@ -37,7 +39,7 @@ def explain(folder: Path, hardware: Hardware, *, active: bool) -> Explanation:
     Raises:
         ConfigError: there is no run. StoreError: a file of it is damaged.
     """
-    run = RunRecords(folder)
+    run = RunRecords(folder, active=active)
     alerts = tuple(active_alerts(run, active=active))
     if any(alert.rule not in IDLE_ALERTS for alert in alerts):
         return Explanation(
@@ -85,7 +87,8 @@ def active_alerts(run: RunRecords, *, active: bool) -> list[Alert]:
 def find(profile: RunProfile, evidence: Evidence) -> tuple[list[Finding], float | None, str]:
     """The findings in their order, by how much the simulation misses the run's cycle, and why no gain is claimed. Pure."""
     plan = SimulationPlan.of(profile)
-    suspected = list(suspicions(evidence, plan, estimate(plan)))
+    every = (possible(one, evidence.config) for one in suspicions(evidence, plan, estimate(plan)))
+    suspected = [one for one in every if one.candidates or one.otherwise]
     if not suspected:
         return [], None, ""
     try:
@@ -99,6 +102,19 @@ def find(profile: RunProfile, evidence: Evidence) -> tuple[list[Finding], float 
         return in_order(_unproved(suspected)), simulator.missed, note
     judged = (simulator.judge(one) for one in suspected)
     return in_order(one for one in judged if one is not None), simulator.missed, ""
+
+
+def possible(suspicion: Suspicion, config: Config) -> Suspicion:
+    """Without the candidates that the run's own config refuses."""
+
+    def allowed(candidate: Candidate) -> bool:
+        try:
+            changed(config, overrides_in(candidate.change))
+        except ConfigError:
+            return False
+        return True
+
+    return msgspec.structs.replace(suspicion, candidates=tuple(filter(allowed, suspicion.candidates)))
 
 
 def _unproved(suspected: Iterable[Suspicion]) -> Iterable[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,8 @@ from ..figures import RunFigures
 
 Unit = Literal["share", "s", "versions", "steps"]
 NOTHING = "no change that this hardware allows is worth 3 %"
+# Keys of which a finding that changes nothing else wants one more, and the command that adds one while the run goes on.
+POOLS = {"rollout.engine.replicas": "replicas", "rollout.workers": "workers"}
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -33,7 +36,7 @@ class Measurement(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True):
     """A change that might help, and what to simulate of it."""
 
-    change: str  # `key=value`, a command, or what to do outside of the config
+    change: str  # `key=value`s, or what to do outside of the config
     overrides: tuple[str, ...] = ()
     assuming: str = ""  # what is supposed of something whose effect is not known
     environment: float = 1.0  # factor of the seconds that environments take
@@ -93,7 +96,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     severity: Literal["warning", "hint"]  # a warning: the run learns less than it seems
     text: str
     evidence: tuple[Measurement, ...]
-    change: str  # `key=value`s, a command, or what to do outside of the config
+    change: str  # `key=value`s, or what to do outside of the config
     live: bool  # it can be done while the run goes on
     cost: Cost
     gain: Gain | None  # None where the simulator does not know the change, or misses the run
@@ -103,24 +106,27 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         outside of the config."""
         keys = overrides_in(self.change)
         if not keys or not active:
-            return self.change if keys or is_command(self.change) else ""
+            return self.change if keys else ""
+        if pool := pool_of(keys):
+            return f"slipstream {pool} {shlex.quote(run)} add"
         return f"slipstream {'set' if self.live else 'resume'} {shlex.quote(run)} {shlex.join(keys)}"
 
 
 def overrides_in(change: str) -> list[str]:
-    """The `key=value`s that a change consists of; none where it is a command, or outside of the config."""
+    """The `key=value`s that a change consists of; none where it is outside of the config."""
     words = change.split()
     return words if all("=" in word for word in words) else []
 
 
-def is_command(change: str) -> bool:
-    return change.startswith("slipstream ")
+def pool_of(keys: Sequence[str]) -> str:
+    """The command that adds one where a change consists of one more replica or worker; empty for another change."""
+    return POOLS.get(keys[0].partition("=")[0], "") if len(keys) == 1 else ""
 
 
 def is_live(change: str) -> bool:
-    """Whether a run that goes on can take the change: by `slipstream set`, or another command on the run."""
+    """Whether a run that goes on can take the change: by `slipstream set`, or a command that adds a process."""
     keys = overrides_in(change)
-    return is_command(change) or (bool(keys) and all(key.partition("=")[0] in LIVE for key in keys))
+    return bool(keys) and (bool(pool_of(keys)) or all(key.partition("=")[0] in LIVE for key in keys))
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +155,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             gain = f": {finding.gain}" if finding.gain else ""
             found.append(f"  -> {finding.change}{gain}")
             found.append(f"     {', '.join(map(str, finding.evidence))}")
-            if self.active and finding.live and not is_command(finding.change):
+            if self.active and finding.live:
                 found.append(f"     while the run goes on: {finding.command(self.run, active=True)}")
         if self.measured is not None:
             nothing = "" if self.findings else f"; {NOTHING}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ...configs.algorithm import REFILLABLE, Prime, PythonFunction, plays_greedily
+from ...configs.algorithm import REFILLABLE, Distillation, Prime, PythonFunction, plays_greedily
 from ...configs.environments import traced_sections
 from ...configs.schema import parse_memory
 from ...monitor.series import ALIKE_SHARE
@@ -69,8 +69,8 @@ def low_ess(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion |
     bad = sorted(lag for lag, value in e.ess.items() if value < LOW_ESS)
     if not bad:
         return None
-    lag, optimizer = bad[0], e.config.learner.optimizer
-    change = f"buffer.max_staleness={lag - 1}" if lag else f"learner.optimizer.lr={optimizer.lr / 2:g}"
+    lag, slower = bad[0], f"learner.optimizer.lr={e.config.learner.optimizer.lr / 2:g}"
+    change = f"buffer.max_staleness={lag - 1}" if lag else slower
     return Suspicion(
         rule="low_ess",
         text=f"tokens of staleness {lag} hardly count: the policy has moved too far from the one that sampled them",
@@ -78,6 +78,7 @@ def low_ess(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion |
         candidates=(Candidate(change, (change,) if lag else ()),),
         aim="none",
         warning=True,
+        otherwise=slower,
     )
 
 
@@ -99,9 +100,10 @@ def blind(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion | N
 
 
 def alike(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion | None:
-    """A group of equal rewards has no gradient where an advantage compares its members, and no trace is among them."""
+    """A group of equal rewards has no gradient where an advantage compares its members, no trace is among them and no teacher
+    judges its tokens."""
     advantage, buffer = e.config.learner.algorithm.advantage, e.config.buffer
-    if traced_sections(e.config.env):
+    if traced_sections(e.config.env) or isinstance(e.config.learner.algorithm.kl, Distillation):
         return None
     if e.alike <= ALIKE_SHARE or not isinstance(advantage, REFILLABLE) or isinstance(advantage, Prime | PythonFunction):
         return None
@@ -223,7 +225,7 @@ def more_replicas(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspi
         rule="more_replicas",
         text="the learner waits for servers that are full",
         evidence=_measured(e, _sides(e)[0], ("sequences decoded, of those allowed", e.full)),
-        candidates=(Candidate(f"slipstream replicas {e.run} add", (override,)),),
+        candidates=(Candidate(override, (override,)),),
         cost="devices",
     )
 

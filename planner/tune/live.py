@@ -17,8 +17,9 @@ import msgspec
 
 from ...monitor.alerts import SETTLING
 from ...monitor.metrics import Row
-from ...monitor.series import by_staleness
+from ...monitor.series import by_staleness, column, mean, of_policy
 from ...monitor.text import share
+from ..figures import RunFigures
 from ..fit import figures_of_rows
 from .choice import FRESH, EssCurve
 
@@ -55,7 +56,10 @@ class BoundRule:
             self._rows.clear()
 
     def observe(self, row: Row) -> BoundMove | None:
-        """A step has ended. The move that should be made now; `moved` says that it was."""
+        """A step has ended; those of a critic's warm-up decide nothing. The move that should be made now; `moved` says that it
+        was."""
+        if not of_policy([row]):
+            return None
         if self._skip:
             self._skip -= 1
             return None
@@ -70,12 +74,18 @@ class BoundRule:
             self._last = direction
         return move
 
+    def _ess(self, figures: RunFigures) -> float | None:
+        """The lowest at any staleness; where steps have none by staleness, that of all tokens; None where nobody measured any."""
+        if measured := by_staleness(self._rows, "ess"):
+            return EssCurve(measured).rating(figures, figures.trained_tokens_per_s, 1, 0).ess
+        return mean(column(self._rows, "ess"))
+
     def _decide(self) -> BoundMove | None:
         figures = figures_of_rows(self._rows)
         wait, age = figures.learner_wait, figures.staleness
         if wait > WAITS and self.bound < self._high:
-            ess = EssCurve(by_staleness(self._rows, "ess")).rating(figures, figures.trained_tokens_per_s, 1, 0).ess
-            if ess > FRESH:
+            ess = self._ess(figures)
+            if ess is not None and ess > FRESH:
                 return BoundMove(self.bound + 1, f"the learner waits {share(wait)} of the time, ess {ess:.3f}")
         if wait < BUSY and age > self.bound - AT_BOUND and self.bound > self._low:
             loss = self._loss(self.bound - 1)

@@ -4,7 +4,7 @@
 
 Invariants:
 - A point is what it changes against the config's own settings, key by key, as text. The config's own, `{}`, is always the first.
-- No point wants more devices than there are, but for the config's own.
+- Of a grid the `affordable` points want no more devices than there are, or than the config's own settings.
 - Batches grow with `learner.algorithm.minibatches`, so that an optimizer step has as many episodes as the config gives it: a point
   changes how often weights are pushed, not the algorithm.
 """
@@ -97,6 +97,22 @@ def grid_of(
         point = {key: value for key, value in merged.items() if own.get(key) != value}
         points.setdefault(frozenset(point.items()), point)
     return list(points.values())
+
+
+def affordable(profile: RunProfile, points: Sequence[Point], limits: SearchLimits) -> list[Point]:
+    """Those that want no more devices than there are, or than the config's own settings. Values that are no numbers are for the
+    config to refuse."""
+    if limits.devices is None:
+        return list(points)
+    own = {key: text_of(profile.settings.get(key, 1)) for key in (REPLICAS, RANKS)}
+
+    def wanted(point: Mapping[str, str]) -> int:
+        replicas, ranks = ({**own, **point}[key] for key in (REPLICAS, RANKS))
+        numbers = replicas.isdecimal() and ranks.isdecimal()
+        return int(replicas) * profile.engine.ranks + int(ranks) if numbers else 0
+
+    most = max(limits.devices, wanted({}))
+    return [point for point in points if wanted(point) <= most]
 
 
 def simulated(point: Mapping[str, str]) -> tuple[str, ...]:
