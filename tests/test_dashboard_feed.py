@@ -94,10 +94,14 @@ async def test_the_error_of_a_read_is_that_of_all_who_share_it() -> None:
     async def read() -> bytes:
         raise StoreError("damaged")
 
+    async def never() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
     shared = SharedAnswers()
     found = await asyncio.gather(*(shared.get("now", 1, read) for _ in range(2)), return_exceptions=True)
     assert [str(error) for error in found] == ["damaged", "damaged"]
-    waits = asyncio.create_task(shared.get("tokens", 1, asyncio.Event().wait))
+    waits = asyncio.create_task(shared.get("tokens", 1, never))
     await asyncio.sleep(0)
     await shared.close()
     with pytest.raises(asyncio.CancelledError):
