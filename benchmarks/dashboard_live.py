@@ -6,8 +6,8 @@
 Invariants:
 - Rounds with the dashboard and without are by turns, with the same traffic. A delivery has its time from the call to the answer.
 - The service is not saturated: what waits there is what the dashboard adds, not a queue of our own.
-- A reader is a page: it listens for changes, and after each asks for the list of runs and what its view shows. In each round every view
-  is looked at, by one reader.
+- A reader is a page: it listens for changes, and after each asks for the list of runs and what its view shows. In each round every
+  view is looked at, by one reader.
 - A reader draws nothing: browsers are on other machines. What the server costs is measured whole, `slipstream explain` included.
 """
 
@@ -38,7 +38,9 @@ from .result import Result, Row, by_rounds
 READERS = 3
 PAGES = (
     ("now", "curves?names=reward_mean", "explanation"),
-    ("curves?names=reward_mean,learner_idle,rollout_idle,staleness_mean,staleness_max,wait_s,step_s,push_s,ess,kl,entropy,loss",),
+    (
+        "curves?names=reward_mean,learner_idle,rollout_idle,staleness_mean,staleness_max,wait_s,step_s,push_s,ess,kl,entropy,loss",
+    ),
     ("trajectories",),
     ("trajectories?sort=reward",),
     ("staleness", "ratios"),
@@ -83,7 +85,8 @@ async def looked_at(folder: Path) -> Result:
     rows = [_row(f"acknowledged, {name}", share, found) for name, share in (("median", 0.5), ("99 of 100", 0.99))]
     wal = {looked: max(one.wal for one in several) / (1 << 20) for looked, several in found.items()}
     answers, cpu_s = (sum(getattr(one, name) for one in found[True]) for name in ("answers", "cpu_s"))
-    note = f"{answers:,} answers to {READERS} pages in {PAIRS * WINDOW_S:.0f} s, for {60 * cpu_s / PAIRS / WINDOW_S:.1f} s of CPU a minute"
+    watched_s = PAIRS * WINDOW_S
+    note = f"{answers:,} answers to {READERS} pages in {watched_s:.0f} s, for {60 * cpu_s / watched_s:.1f} s of CPU a minute"
     rows.append(Row("the WAL, at most", wal[True], wal[False], "MiB", note))
     return Result(f"a buffer that the dashboard reads, {RATE:.0f} trajectories/s", "looked at", "alone", tuple(rows))
 
@@ -181,7 +184,10 @@ async def _look_all(this: Round, url: str, readers: int) -> int:
 async def _look(url: str, this: Round, reader: int, readers: int) -> int:
     """Look at one view after the other, each for as long."""
     mine, answers = PAGES[reader::readers], 0
-    run, shown_s = f"{url}api/runs/{this.path.parent.name}", (this.until - this.counts_from) / len(PAGES[reader::readers])
+    run, shown_s = (
+        f"{url}api/runs/{this.path.parent.name}",
+        (this.until - this.counts_from) / len(PAGES[reader::readers]),
+    )
     async with aiohttp.ClientSession() as client, client.get(f"{url}api/events") as events:
         for number, page in enumerate(mine, 1):
             while (left := this.counts_from + number * shown_s - time.monotonic()) > 0:

@@ -2,7 +2,7 @@
 
     browser ──GET /──────────────────────────> static/            ES modules; the page asks no other host for anything
             ──GET /api/runs/RUN/...──────────> what is asked for, read in a thread, once for all pages that ask together
-            ──GET /api/events (SSE)──────────> {"RUN": 1764190000123}        RUN has something new: the page asks again for what it shows
+            ──GET /api/events (SSE)──────────> {"RUN": 1764190000123}   RUN has something new: the page asks again for what it shows
 
 Invariants:
 - Nothing is written, and no request changes anything: there is only GET.
@@ -57,7 +57,8 @@ class DashServer:
     def __init__(self, runs: RunFolder, host: str, port: int, token: str) -> None:
         self._runs = runs
         self._host, self._port, self._token = host, port, token
-        self._feed, self._shared = ChangeFeed(runs), SharedAnswers()
+        self._feed = ChangeFeed(runs)
+        self._shared = SharedAnswers(self._feed)
         self._explanations: dict[str, LiveExplanation] = {}
         self._explaining = asyncio.Lock()  # one at a time
         app = web.Application(middlewares=[self._guard])
@@ -136,7 +137,7 @@ class DashServer:
             found = await _in_time(lambda: [run.summary() for run in self._runs.runs()], "the list of runs")
             return msgspec.json.encode(found)
 
-        return _json(await self._shared.get(request.path, self._feed.changes, read))
+        return _json(await self._shared.get(request.path, "", read))
 
     async def _answer(self, read: Read, request: web.Request) -> web.StreamResponse:
         run = self._runs.run(request.match_info["run"])
@@ -146,7 +147,7 @@ class DashServer:
             found = await _in_time(lambda: read(run, question), f"what was asked of {run.name}")
             return msgspec.json.encode(await found if isinstance(found, Awaitable) else found)
 
-        return _json(await self._shared.get(request.path_qs, self._feed.numbers.get(run.name, 0), answer))
+        return _json(await self._shared.get(request.path_qs, run.name, answer))
 
     async def _image(self, request: web.Request) -> web.StreamResponse:
         run, name = self._runs.run(request.match_info["run"]), request.match_info["name"]

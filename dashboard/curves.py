@@ -56,7 +56,7 @@ class MetricsTable:
         return {row["step"]: row["version"] for row in self.rows() if "version" in row}
 
     def present(self, config: Config | None) -> dict[str, Any]:
-        """`present` of all rows, which is found anew only after new ones: every page asks for it after each change of the run's files.
+        """`present` of all rows, found anew only after new ones: every page asks for it after each change of the run's files.
         Raises OSError."""
         found = self._follow()
         if self._present[0] is not found or self._present[1] is not config:

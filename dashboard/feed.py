@@ -6,7 +6,8 @@
 Invariants:
 - The files are looked at as often for a hundred pages as for one, and not at all while none listens.
 - An answer is shared only until the next look finds a change of its run: a page that was told of a change never gets what was read
-  before it. And it is shared for `SHARED_S` at most: what changes without a file that is looked at is as fresh as that.
+  before it. And it is shared for `SHARED_S` at most: what changes without a file that is looked at is as fresh as that. While no
+  page listens, only those share an answer that wait for it at once.
 - Numbers grow, from one server to the next, too: they are times.
 """
 
@@ -32,7 +33,7 @@ class ChangeFeed:
         self.numbers: dict[str, int] = {}
         """Of each run the time of the look that found its newest change, in milliseconds since the epoch."""
         self.changes = 0
-        """Looks that found any."""
+        """How many looks found any."""
         self.closed = False
         self._news = asyncio.Event()
         self._listeners = 0
@@ -43,6 +44,11 @@ class ChangeFeed:
         self.closed = True
         self._tell()
         await self._stop()
+
+    @property
+    def looks(self) -> bool:
+        """Whether changes are looked for now."""
+        return self._looking is not None
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -94,19 +100,22 @@ class ChangeFeed:
 
 
 class SharedAnswers:
-    """Answers of which each is read once for all pages that ask for it together; `number` of a question's run, as `ChangeFeed` has
-    it, says whether they may still share it."""
+    """Answers of which each is read once for all pages that ask for it together. `feed` says whether its run has changed since."""
 
-    def __init__(self) -> None:
-        self._reads: dict[Hashable, tuple[int, float, asyncio.Task[bytes]]] = {}  # number, when it began, the read
+    def __init__(self, feed: ChangeFeed) -> None:
+        self._feed = feed
+        # The number of the run's change that it is newer than, when it began, and the read.
+        self._reads: dict[Hashable, tuple[int, float, asyncio.Task[bytes]]] = {}
 
-    async def get(self, question: Hashable, number: int, read: Callable[[], Awaitable[bytes]]) -> bytes:
-        """What `read` gives, or what it gave to another. Raises what it raises."""
+    async def get(self, question: Hashable, run: str, read: Callable[[], Awaitable[bytes]]) -> bytes:
+        """What `read` gives, or what it gave to another who asked the same about `run`, or with "" about all runs. Raises what it
+        raises."""
+        number = self._feed.numbers.get(run, 0) if run else self._feed.changes
         now = time.monotonic()
         for old in [one for one, (_, began, task) in self._reads.items() if task.done() and now - began >= SHARED_S]:
             del self._reads[old]
         known = self._reads.get(question)
-        if known is None or known[0] != number:
+        if known is None or known[0] != number or (known[2].done() and not self._feed.looks):
             known = self._reads[question] = number, now, asyncio.ensure_future(read())
         return await asyncio.shield(known[2])
 

@@ -68,7 +68,10 @@ async def test_a_look_that_fails_is_the_error_of_each_listener(
             await feed.after(0, WAIT_S)
 
 
-async def test_equal_questions_have_one_answer_until_the_run_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_equal_questions_have_one_answer_until_the_run_has_changed(
+    runs: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "LOOK_S", 0.01)
     reads, go = list[int](), asyncio.Event()
 
     async def read() -> bytes:
@@ -77,20 +80,35 @@ async def test_equal_questions_have_one_answer_until_the_run_has_changed(monkeyp
         await go.wait()
         return b"%d" % mine
 
-    shared = SharedAnswers()
+    feed = ChangeFeed(runs)
+    shared = SharedAnswers(feed)
     async with asyncio.timeout(WAIT_S):
-        asked = [asyncio.create_task(shared.get("now", 1, read)) for _ in range(3)]
-        other = asyncio.create_task(shared.get("curves", 1, read))
-        later = asyncio.create_task(shared.get("now", 2, read))  # of a page that was told of a change meanwhile
+        asked = [asyncio.create_task(shared.get("now", "first", read)) for _ in range(3)]
+        asked.append(asyncio.create_task(shared.get("curves", "first", read)))
         await asyncio.sleep(0)
-        go.set()
-        assert await asyncio.gather(*asked, other, later) == [b"0", b"0", b"0", b"1", b"2"]
-        assert await shared.get("now", 2, read) == b"2"
-        monkeypatch.setattr(feed_module, "SHARED_S", 0.0)
-        assert await shared.get("now", 2, read) == b"3"
+        async with feed.listening():
+            await feed.after(0, WAIT_S)
+            asked += [
+                asyncio.create_task(shared.get("now", "first", read)) for _ in range(2)
+            ]  # after the change was told
+            await asyncio.sleep(0)
+            go.set()
+            assert await asyncio.gather(*asked) == [b"0", b"0", b"0", b"1", b"2", b"2"]
+            assert await shared.get("now", "first", read) == b"2"
+            (runs.root / "second" / "metrics.jsonl").write_text("{}\n")
+            await feed.after(1, WAIT_S)
+            assert await shared.get("now", "first", read) == b"2"
+            (runs.root / "first" / "metrics.jsonl").write_text("{}\n")
+            await feed.after(2, WAIT_S)
+            assert await shared.get("now", "first", read) == b"3"
+            monkeypatch.setattr(feed_module, "SHARED_S", 0.0)
+            assert await shared.get("now", "first", read) == b"4"
+            monkeypatch.setattr(feed_module, "SHARED_S", WAIT_S)
+            assert await shared.get("now", "first", read) == b"4"
+        assert await shared.get("now", "first", read) == b"5"  # nothing says any more whether the run has changed
 
 
-async def test_the_error_of_a_read_is_that_of_all_who_share_it() -> None:
+async def test_the_error_of_a_read_is_that_of_all_who_share_it(runs: RunFolder) -> None:
     async def read() -> bytes:
         raise StoreError("damaged")
 
@@ -98,10 +116,10 @@ async def test_the_error_of_a_read_is_that_of_all_who_share_it() -> None:
         await asyncio.Event().wait()
         return b""
 
-    shared = SharedAnswers()
-    found = await asyncio.gather(*(shared.get("now", 1, read) for _ in range(2)), return_exceptions=True)
+    shared = SharedAnswers(ChangeFeed(runs))
+    found = await asyncio.gather(*(shared.get("now", "first", read) for _ in range(2)), return_exceptions=True)
     assert [str(error) for error in found] == ["damaged", "damaged"]
-    waits = asyncio.create_task(shared.get("tokens", 1, never))
+    waits = asyncio.create_task(shared.get("tokens", "first", never))
     await asyncio.sleep(0)
     await shared.close()
     with pytest.raises(asyncio.CancelledError):

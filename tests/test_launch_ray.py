@@ -168,7 +168,10 @@ async def test_only_a_role_that_the_others_find_again_moves_to_another_host(
             await launcher.release(role)
         cluster.add_node(**QUIET, num_cpus=1, node_ip_address="127.0.0.3")
         parts = await launcher.place({"engine-1": 0, "engine-1.1": 0})
-        assert {name: place.host for name, place in parts.items()} == {"engine-1": "127.0.0.2", "engine-1.1": "127.0.0.3"}
+        assert {name: place.host for name, place in parts.items()} == {
+            "engine-1": "127.0.0.2",
+            "engine-1.1": "127.0.0.3",
+        }
 
 
 async def test_hosts_that_reach_each_other_pass_the_check_of_links(cluster: Cluster, launcher: RayLauncher) -> None:

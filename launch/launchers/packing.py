@@ -23,8 +23,8 @@ def pack(
 ) -> dict[str, str]:
     """A host for each role, by what the role needs (`bundles`) and what each host has (`free`). The host with the most of
     `resource`, then CPUs, is filled first, in the order of the roles. `pinned` roles get the host that they name if it has room.
-    The processes of a replica that spans hosts get different ones as long as there are any; `placed` are the hosts of roles that have
-    one already. A role without room has no entry."""
+    The processes of a replica that spans hosts get different ones as long as there are any; `placed` has the hosts of those that
+    are placed already. A role without room has no entry."""
     left = {host: dict(has) for host, has in free.items()}
     hosts, placed, filled = dict[str, str](), placed or {}, ""
     for role in sorted(bundles, key=lambda role: role not in pinned):
