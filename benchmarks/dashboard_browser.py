@@ -71,7 +71,11 @@ async def in_browser(folder: Path) -> Result:
     make_policy(folder / "model", "1M")
     (run / "config.yaml").write_text(dump(load("quickstart", [f"model.path={folder / 'model'}", f"run.dir={run}"])))
     write_store(run, TRAJECTORIES)
-    async with dashboard_of(run) as url, importlib.import_module("playwright.async_api").async_playwright() as started:
+    async with (
+        dashboard_of(run) as dashboard,
+        importlib.import_module("playwright.async_api").async_playwright() as started,
+    ):
+        url = dashboard.url
         launched = await started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         first = [await _first(launched, f"{url}#/run/trajectory/0.0.0.0") for _ in range(TIMES)]
         page = await launched.new_page(viewport={"width": 1280, "height": 900})

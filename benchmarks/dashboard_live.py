@@ -1,11 +1,14 @@
 """What a buffer notices of three pages that look at it: how long its acknowledgements take, and how large its WAL gets.
 
-    producer, so many a second ──> service ──buffer.sqlite──> slipstream dash <──every view, every second── three readers
+    producer, so many a second ──> service ──buffer.sqlite──> slipstream dash <──what a page asks for── three readers
         └─ seconds of each delivery             └─ WAL                └─ SIGKILL at the end of each round
 
 Invariants:
 - Rounds with the dashboard and without are by turns, with the same traffic. A delivery has its time from the call to the answer.
 - The service is not saturated: what waits there is what the dashboard adds, not a queue of our own.
+- A reader is a page: it listens for changes, and after each asks for the list of runs and what its view shows. In each round every
+  view is looked at, by one reader.
+- A reader draws nothing: browsers are on other machines. What the server costs is measured whole, `slipstream explain` included.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import numpy as np
+import psutil
 import uvloop
 
 from ..buffer.trajectory import FINISHED
@@ -31,18 +35,22 @@ from ..launch.run_lock import CONTROL, run_lock
 from .buffer_traffic import Crew, Round, Rounds, learn, sampled, serve, stamped
 from .result import Result, Row, by_rounds
 
-READERS, LOOK_S = 3, 1.0
-VIEWS = (
-    "now",
-    "curves",
-    "trajectories",
-    "trajectories?sort=reward",
-    "staleness",
-    "timeline",
-    "tokens",
-    "environments",
-    "processes",
+READERS = 3
+PAGES = (
+    ("now", "curves?names=reward_mean", "explanation"),
+    (
+        "curves?names=reward_mean,learner_idle,rollout_idle,staleness_mean,staleness_max,wait_s,step_s,push_s,ess,kl,entropy,loss",
+    ),
+    ("trajectories",),
+    ("trajectories?sort=reward",),
+    ("staleness", "ratios"),
+    ("timeline", "batches/1"),
+    ("tokens",),
+    ("environments",),
+    ("processes",),
 )
+"""What each view of the page asks for after a change."""
+
 TOKENS, RATE = 1 << 12, 60.0  # of each trajectory; trajectories a second
 PAIRS, WINDOW_S = 4, 30.0  # two minutes with the readers, and as many without
 WARM_S = 3.0  # of a round, which do not count
@@ -56,6 +64,7 @@ class Acknowledged(msgspec.Struct, frozen=True):
     seconds: list[float]  # of each delivery
     wal: int  # bytes, at most
     answers: int  # that the readers got
+    cpu_s: float  # of the dashboard's process, and of those that it started and that ended
 
     def quantile(self, share: float) -> float:
         """Milliseconds."""
@@ -63,7 +72,7 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 
 async def looked_at(folder: Path) -> Result:
-    """Acknowledgements and the WAL with three readers over those without."""
+    """Acknowledgements and the WAL with three pages open over those without."""
     rounds, found = Rounds(folder), {True: list[Acknowledged](), False: list[Acknowledged]()}
     async with Crew(2) as crew:
 
@@ -75,7 +84,9 @@ async def looked_at(folder: Path) -> Result:
                 found[bool(readers)].append(await rounds.run(TOKENS, WINDOW_S, measure))
     rows = [_row(f"acknowledged, {name}", share, found) for name, share in (("median", 0.5), ("99 of 100", 0.99))]
     wal = {looked: max(one.wal for one in several) / (1 << 20) for looked, several in found.items()}
-    note = f"{sum(one.answers for one in found[True]):,} answers to {READERS} readers in {PAIRS * WINDOW_S:.0f} s"
+    answers, cpu_s = (sum(getattr(one, name) for one in found[True]) for name in ("answers", "cpu_s"))
+    watched_s = PAIRS * WINDOW_S
+    note = f"{answers:,} answers to {READERS} pages in {watched_s:.0f} s, for {60 * cpu_s / watched_s:.1f} s of CPU a minute"
     rows.append(Row("the WAL, at most", wal[True], wal[False], "MiB", note))
     return Result(f"a buffer that the dashboard reads, {RATE:.0f} trajectories/s", "looked at", "alone", tuple(rows))
 
@@ -90,23 +101,31 @@ async def _round(crew: Crew, this: Round, readers: int) -> Acknowledged:
     (run / "config.yaml").write_text(dump(load("quickstart")))
     with run_lock(run):
         (run / CONTROL).write_text("{}")  # as of a run that goes on
-        async with dashboard_of(run) if readers else contextlib.nullcontext("") as url:
+        async with dashboard_of(run) if readers else contextlib.nullcontext(Dashboard("", os.getpid())) as dashboard:
             warm = time.monotonic() + WARM_S  # the start of the dashboard is no part of the round
             this = msgspec.structs.replace(this, counts_from=warm, until=warm + WINDOW_S)
             wal = asyncio.create_task(_watch(this.path.with_name(f"{this.path.name}-wal"), this.until))
-            _, _, (took, answers) = await asyncio.gather(
+            _, _, (took, answers), cpu_s = await asyncio.gather(
                 crew.in_learner(WARM_S + WINDOW_S, learn, this),
                 crew.in_buffer(WARM_S + WINDOW_S, serve, this),
-                crew.in_producers(2, WARM_S + WINDOW_S, deliver_or_look, this, f"{url}api/runs/{run.name}/", readers),
+                crew.in_producers(2, WARM_S + WINDOW_S, deliver_or_look, this, dashboard.url, readers),
+                _cpu_s(dashboard.pid, this),
             )
     assert isinstance(took, list)
     assert isinstance(answers, int)
-    return Acknowledged(took, await wal, answers)
+    return Acknowledged(took, await wal, answers, cpu_s)
+
+
+class Dashboard(msgspec.Struct, frozen=True):
+    """A server of its own."""
+
+    url: str
+    pid: int
 
 
 @contextlib.asynccontextmanager
-async def dashboard_of(run: Path) -> AsyncIterator[str]:
-    """The address of a server of its own, which is killed at the end."""
+async def dashboard_of(run: Path) -> AsyncIterator[Dashboard]:
+    """It is killed at the end."""
     command = (sys.executable, "-m", "slipstream.launch.cli", "dash", str(run), "--port", "0")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "slipstream.common.process", *command, stdout=asyncio.subprocess.PIPE
@@ -117,7 +136,7 @@ async def dashboard_of(run: Path) -> AsyncIterator[str]:
         line = await with_deadline(START_S, reading, who="the benchmark", waits_for="slipstream dash", hint="see above")
         if not line:
             raise SlipstreamError("slipstream dash ended at once")
-        yield line.decode().rpartition(" ")[2].strip()
+        yield Dashboard(line.decode().rpartition(" ")[2].strip(), process.pid)
     finally:
         process.kill()
         await process.wait()
@@ -133,6 +152,19 @@ async def _watch(path: Path, until: float) -> int:
     return largest
 
 
+async def _cpu_s(pid: int, this: Round) -> float:
+    """Of the process, and of those that it starts, in the part of the round that is measured."""
+    process, seconds = psutil.Process(pid), list[float]()
+    for at in (this.counts_from, this.until):
+        await asyncio.sleep(max(0.0, at - time.monotonic()))
+        spent = 0.0
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                spent += sum(one.cpu_times()[:4])  # its own, and that of children that have ended
+        seconds.append(spent)
+    return seconds[1] - seconds[0]
+
+
 def deliver_or_look(this: Round, url: str, readers: int, number: int) -> list[float] | int:
     """The first process delivers. The other reads the pages and computes only where nothing else does: in a real run the readers
     have machines of their own."""
@@ -146,22 +178,36 @@ def deliver_or_look(this: Round, url: str, readers: int, number: int) -> list[fl
 async def _look_all(this: Round, url: str, readers: int) -> int:
     """How many answers there were."""
     await asyncio.sleep(max(0.0, this.counts_from - time.monotonic()))
-    return sum(await asyncio.gather(*(_look(url, this) for _ in range(readers))))
+    return sum(await asyncio.gather(*(_look(url, this, reader, readers) for reader in range(readers))))
 
 
-async def _look(url: str, this: Round) -> int:
-    """Ask for every view every second."""
-    answers = 0
-    async with aiohttp.ClientSession() as client:
-        while (began := time.monotonic()) < this.until:
-            for view in VIEWS:
-                async with client.get(f"{url}{view}") as response:
-                    await response.read()
-                    if response.status != 200:
-                        raise SlipstreamError(f"{view}: {response.status} {await response.text()}")
-                    answers += 1
-            await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
+async def _look(url: str, this: Round, reader: int, readers: int) -> int:
+    """Look at one view after the other, each for as long."""
+    mine, answers = PAGES[reader::readers], 0
+    run, shown_s = (
+        f"{url}api/runs/{this.path.parent.name}",
+        (this.until - this.counts_from) / len(PAGES[reader::readers]),
+    )
+    async with aiohttp.ClientSession() as client, client.get(f"{url}api/events") as events:
+        for number, page in enumerate(mine, 1):
+            while (left := this.counts_from + number * shown_s - time.monotonic()) > 0:
+                for path in (f"{url}api/runs", *(f"{run}/{name}" for name in page)):
+                    async with client.get(path) as response:
+                        await response.read()
+                        if response.status != 200:
+                            raise SlipstreamError(f"{path}: {response.status} {await response.text()}")
+                        answers += 1
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await _change(events)
     return answers
+
+
+async def _change(events: aiohttp.ClientResponse) -> None:
+    """The next one. Raises SlipstreamError where the stream ends."""
+    while not (line := await events.content.readline()).startswith(b"data:"):
+        if not line:
+            raise SlipstreamError("slipstream dash ended its stream of changes")
 
 
 async def _deliver(this: Round, number: int) -> list[float]:

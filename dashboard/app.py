@@ -1,8 +1,8 @@
 """The server of the page: files of the page, JSON of the runs, and a stream that says which runs changed.
 
     browser ──GET /──────────────────────────> static/            ES modules; the page asks no other host for anything
-            ──GET /api/runs/RUN/...──────────> what is asked for, read in a thread
-            ──GET /api/events (SSE)──────────> {"RUN": 17}        RUN has something new: the page asks again for what it shows
+            ──GET /api/runs/RUN/...──────────> what is asked for, read in a thread, once for all pages that ask together
+            ──GET /api/events (SSE)──────────> {"RUN": 1764190000123}   RUN has something new: the page asks again for what it shows
 
 Invariants:
 - Nothing is written, and no request changes anything: there is only GET.
@@ -32,10 +32,10 @@ from ..buffer.image_files import ImageFiles
 from ..errors import ConfigError, SlipstreamError, with_deadline
 from .answers import READS, Question, Read
 from .explanation import LiveExplanation
+from .feed import ChangeFeed, SharedAnswers
 from .runs import RunFolder
 
 STATIC = Path(__file__).parent / "static"
-LOOK_S = 1.0  # between two looks at the files of the runs, which offer nothing to await
 ALIVE_S = 15.0  # after which a stream without news has a comment, so that no proxy takes it for dead
 READ_S = 120.0  # longest that a request may read; the index of a million trajectories takes some seconds
 SHUTDOWN_S = 1.0  # how long connections may take to close
@@ -57,7 +57,8 @@ class DashServer:
     def __init__(self, runs: RunFolder, host: str, port: int, token: str) -> None:
         self._runs = runs
         self._host, self._port, self._token = host, port, token
-        self._stopped = asyncio.Event()
+        self._feed = ChangeFeed(runs)
+        self._shared = SharedAnswers(self._feed)
         self._explanations: dict[str, LiveExplanation] = {}
         self._explaining = asyncio.Lock()  # one at a time
         app = web.Application(middlewares=[self._guard])
@@ -87,9 +88,10 @@ class DashServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._stopped.set()
+        await self._feed.close()
         for explanation in self._explanations.values():
             await explanation.close()
+        await self._shared.close()
         await self._runner.cleanup()
 
     @property
@@ -108,9 +110,9 @@ class DashServer:
             error.headers.update(HEADERS)
             raise
         except (ConfigError, msgspec.ValidationError) as error:
-            response = _json({"error": str(error)}, 400)
+            response = _error(error, 400)
         except (SlipstreamError, OSError) as error:
-            response = _json({"error": str(error)}, 409)
+            response = _error(error, 409)
         if not response.prepared:
             response.headers.update(HEADERS)
         return response
@@ -130,14 +132,22 @@ class DashServer:
             response.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
         return response
 
-    async def _list(self, _: web.Request) -> web.StreamResponse:
-        return _json(await _in_time(lambda: [run.summary() for run in self._runs.runs()], "the list of runs"))
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        async def read() -> bytes:
+            found = await _in_time(lambda: [run.summary() for run in self._runs.runs()], "the list of runs")
+            return msgspec.json.encode(found)
+
+        return _json(await self._shared.get(request.path, "", read))
 
     async def _answer(self, read: Read, request: web.Request) -> web.StreamResponse:
         run = self._runs.run(request.match_info["run"])
         question = Question(dict(request.match_info), dict(request.query))
-        answer = await _in_time(lambda: read(run, question), f"what was asked of {run.name}")
-        return _json(await answer if isinstance(answer, Awaitable) else answer)
+
+        async def answer() -> bytes:
+            found = await _in_time(lambda: read(run, question), f"what was asked of {run.name}")
+            return msgspec.json.encode(await found if isinstance(found, Awaitable) else found)
+
+        return _json(await self._shared.get(request.path_qs, run.name, answer))
 
     async def _image(self, request: web.Request) -> web.StreamResponse:
         run, name = self._runs.run(request.match_info["run"]), request.match_info["name"]
@@ -147,33 +157,22 @@ class DashServer:
     async def _explanation(self, request: web.Request) -> web.StreamResponse:
         run = self._runs.run(request.match_info["run"])
         explanation = self._explanations.setdefault(run.name, LiveExplanation(run, self._explaining))
-        return _json(explanation.newest())
+        return _json(msgspec.json.encode(explanation.newest()))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """The number of changes seen of each run, whenever one has changed."""
+        """The numbers of the changes of all runs, at once and whenever one has changed."""
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         with contextlib.suppress(ConnectionResetError):  # the page was closed
             await response.prepare(request)
-            seen: dict[str, tuple[object, int]] = {}
-            quiet_s = 0.0
-            while not self._stopped.is_set():
-                before = dict(seen)
-                for run in await asyncio.to_thread(self._runs.runs):
-                    known, number = seen.get(run.name, (None, 0))
-                    if (changes := run.changes()) != known:
-                        seen[run.name] = changes, number + 1
-                if seen != before:
-                    await response.write(
-                        b"data: " + msgspec.json.encode({name: n for name, (_, n) in seen.items()}) + b"\n\n"
-                    )
-                    quiet_s = 0.0
-                elif quiet_s >= ALIVE_S:
-                    await response.write(b": nothing new\n\n")
-                    quiet_s = 0.0
-                quiet_s += LOOK_S
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await self._stopped.wait()
+            told = 0
+            async with self._feed.listening():
+                while True:
+                    changes = await self._feed.after(told, ALIVE_S)
+                    if self._feed.closed:
+                        break
+                    news = b"data: " + msgspec.json.encode(self._feed.numbers) if changes != told else b": nothing new"
+                    await response.write(news + b"\n\n")
+                    told = changes
         return response
 
 
@@ -204,5 +203,9 @@ async def _in_time(work: Callable[[], Any], what: str) -> Any:
     return await with_deadline(READ_S, reading, who="slipstream dash", waits_for=what, hint="is the disk slow?")
 
 
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+def _json(body: bytes, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _error(error: Exception, status: int) -> web.Response:
+    return _json(msgspec.json.encode({"error": str(error)}), status)

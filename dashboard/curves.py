@@ -40,6 +40,10 @@ RECENT = 20  # steps that the present is a mean over
 SPARK = 60  # steps of the small curve
 
 
+RowNumbers = tuple[Row, dict[str, float]]
+"""The row of a step, and its numbers by flat name."""
+
+
 class MetricsTable:
     """Of the run in `folder`; from any thread."""
 
@@ -47,8 +51,11 @@ class MetricsTable:
         self._follower = LineFollower(folder / METRICS)
         self._settings = folder / SETTINGS
         self._lock = threading.Lock()
-        self._steps: dict[int, tuple[Row, dict[str, float]]] = {}  # step -> its row, and its numbers by flat name
+        self._steps: dict[int, RowNumbers] = {}
+        self._found: Sequence[RowNumbers] = []  # the same in their order; another list after new lines
+        self._names: set[str] = set()  # of metrics that are not 0 in every step
         self._evaluations: list[Row] = []
+        self._present: tuple[object, Config | None, dict[str, Any]] = (None, None, {})  # what it was found from
 
     def rows(self) -> list[Row]:
         """Of all steps, in their order. Raises OSError."""
@@ -66,19 +73,26 @@ class MetricsTable:
             text += f"; steps {warmup[0]} to {warmup[-1]} were the critic's warm-up, in which the policy is not trained"
         return text
 
+    def present(self, config: Config | None) -> dict[str, Any]:
+        """`present` of all rows, found anew only after new ones: every page asks for it after each change of the run's files.
+        Raises OSError."""
+        found = self._follow()
+        if self._present[0] is not found or self._present[1] is not config:
+            self._present = found, config, present([row for row, _ in found], config)
+        return self._present[2]
+
     def columns(self, names: Sequence[str]) -> dict[str, Any]:
         """These metrics by step, with the seconds since the start of the first step; the names of all; the evaluations; and
         where settings changed."""
         found = self._follow()
-        numbers = [flat for _, flat in found]
         first = found[0][0] if found else {}
         began = first.get("time", 0.0) - cycle_s(first)
         return {
             "steps": [row["step"] for row, _ in found],
             "versions": [row.get("version") for row, _ in found],
             "seconds": [round(row["time"] - began, 3) if "time" in row else None for row, _ in found],
-            "names": sorted({name for flat in numbers for name, value in flat.items() if value}),
-            "columns": {name: [flat.get(name) for flat in numbers] for name in names},
+            "names": sorted(self._names),
+            "columns": {name: [flat.get(name) for _, flat in found] for name in names},
             "evaluations": self._evaluations,
             "marks": self._marks([row for row, _ in found], began),
         }
@@ -92,18 +106,24 @@ class MetricsTable:
             return []
         return [{"steps": mark.step - 0.5, "seconds": mark.time - began, "text": mark.text} for mark in changed]
 
-    def _follow(self) -> list[tuple[Row, dict[str, float]]]:
+    def _follow(self) -> Sequence[RowNumbers]:
         with self._lock:
+            added = False
             for line in self._follower.lines():
+                added = True
                 try:
                     row = msgspec.json.decode(line, type=dict[str, Any])
                     if EVALUATION in row:
                         self._evaluations.append(row)
                     else:
-                        self._steps[int(row["step"])] = row, scalars(row)
+                        flat = scalars(row)
+                        self._steps[int(row["step"])] = row, flat
+                        self._names |= {name for name, value in flat.items() if value}
                 except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
                     log.warning("%s: a line is no row of metrics and is left out: %r", self._follower.path, error)
-            return [self._steps[step] for step in sorted(self._steps)]
+            if added:
+                self._found = [self._steps[step] for step in sorted(self._steps)]
+            return self._found
 
 
 def present(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:

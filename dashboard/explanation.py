@@ -4,8 +4,8 @@
 
 Invariants:
 - A request never waits for a simulation. There is one at a time in the whole server.
-- A run that goes on is explained again only after new steps or alerts, and so seldom that it takes a tenth of one core at most; a
-  run that is over is explained once.
+- A run that goes on is explained again only after new steps or alerts, and so seldom that it takes a twentieth of one core at most;
+  a run that is over is explained once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .runs import WatchedRun
 log = logging.getLogger(__name__)
 
 LEAST_S = 10.0  # between the end of one explanation and the begin of the next
-AGAIN = 9.0  # times what the last one took, likewise
+AGAIN = 20.0  # times what the last one took, likewise
 
 
 class ShownFinding(msgspec.Struct, frozen=True):

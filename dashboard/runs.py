@@ -19,7 +19,7 @@ from ..monitor.metrics import METRICS
 from ..monitor.settings import SETTINGS, largest_bound, read_changes
 from ..planner.explain.findings import Explanation
 from .accounts import TokenAccounts
-from .curves import MetricsTable, present
+from .curves import MetricsTable
 from .gauges import GaugeTable
 from .index import TABLES, TrajectoryIndex
 from .store import StoreReader
@@ -123,7 +123,7 @@ class WatchedRun:
                 "model": config.model.path,
             }
         found = {"name": self.name, "folder": str(self.folder), "active": self.is_active(), "error": error}
-        return {**found, "settings": settings, "now": present(self.metrics.rows(), config)}
+        return {**found, "settings": settings, "now": self.metrics.present(config)}
 
     def largest_bound(self) -> int | None:
         """The largest `buffer.max_staleness` that was in force; None without a config. Raises StoreError."""

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,15 @@ class Timeline:
 
     def window(self, t0: float | None, t1: float | None, points: int = POINTS) -> dict[str, Any]:
         """From `t0` to `t1`, by default the newest `WINDOW_S`; gauges are means over `points` parts. Raises OSError."""
-        spans = self._follow()
-        known = [bound for bound in (self._gauges.bounds(), (spans[0].t0, spans[-1].t1) if spans else None) if bound]
+        known = [bounds for bounds in (self._gauges.bounds(), self._follow()) if bounds]
         if not known:
             return {"bounds": None, "phases": [], "pushes": [], "series": {}}
         first, last = min(bound[0] for bound in known), max(bound[1] for bound in known)
         t1 = last if t1 is None else t1
         t0 = max(first, t1 - WINDOW_S) if t0 is None else t0
-        touching = [span for span in spans if span.t1 >= t0 and span.t0 <= t1][-SPANS_SHOWN:]
+        with self._lock:
+            begin = bisect_left(self._spans, t0, key=_end)
+            touching = [span for span in self._spans[begin:] if span.t0 <= t1][-SPANS_SHOWN:]
         series = {
             role: found for role, gauges in self._gauges.roles().items() if (found := gauges.between(t0, t1, points))
         }
@@ -102,17 +104,25 @@ class Timeline:
             "episodes": list(episodes.values()),
         }
 
-    def _follow(self) -> Sequence[Span]:
+    def _follow(self) -> tuple[float, float] | None:
+        """Take in what was added; the first begin and the last end, None before the first span."""
         with self._lock:
-            before = len(self._spans)
+            added = list[Span]()
             for _, _, line in self._files.lines():
                 try:
-                    self._spans.append(msgspec.json.decode(line, type=Span))
+                    added.append(msgspec.json.decode(line, type=Span))
                 except msgspec.MsgspecError:
                     continue  # a line that a killed process left
-            if len(self._spans) > before:
-                self._spans.sort(key=lambda span: span.t1)
-            return list(self._spans)
+            added.sort(key=_end)
+            late = bool(added and self._spans) and added[0].t1 < self._spans[-1].t1
+            self._spans += added
+            if late:  # of a process that ended: seldom, and all spans of a long run are many
+                self._spans.sort(key=_end)
+            return (self._spans[0].t0, self._spans[-1].t1) if self._spans else None
+
+
+def _end(span: Span) -> float:
+    return span.t1
 
 
 def _sum(columns: Sequence[list[float | None]]) -> list[float | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -40,16 +40,18 @@ def export(run: str | Path, out: Path | None = None, step: Step = None) -> Path:
 
 
 @contextlib.contextmanager
-def model_at(run: str | Path, step: Step = None) -> Iterator[Path]:
+def model_at(run: str | Path, step: Step = None, overrides: Sequence[str] = ()) -> Iterator[Path]:
     """The model of a run: after `step`, or after the last one. Of a finished run it is `RUN/model`, otherwise a checkpoint's, in a
-    folder that is deleted afterwards. Raises as `export`."""
+    folder that is deleted afterwards: where the run's config with `overrides` is of several hosts, in the run's own, which they
+    share. Raises as `export`."""
     finished = Path(run) / "model"
     if step is None and finished.is_dir():
         yield finished
         return
     config = load(str(run_config(run)))
     step, checkpoint = _checkpoint(Path(run), config, step)
-    with tempfile.TemporaryDirectory(prefix="slipstream-model-") as folder:
+    many = load(str(run_config(run)), overrides).launch.hosts == "many"
+    with tempfile.TemporaryDirectory(prefix="slipstream-model-", dir=Path(run).resolve() if many else None) as folder:
         out = Path(folder) / f"{Path(run).resolve().name}-step-{step}"
         convert(config, checkpoint, out)
         yield out

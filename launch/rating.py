@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +34,7 @@ from .preflight import preflight, writable
 from .resources import gpus_of
 from .run import make_supervisor, with_absolute_paths, without_reward_model
 from .run_inputs import RunInputs
+from .work_folder import work_folder
 
 if TYPE_CHECKING:
     from ..envs.dataset.source import DatasetSource
@@ -165,16 +164,15 @@ def read_ratings(path: Path) -> list[TaskRating]:
 
 
 def _measure(config: Config, plan: RatingPlan) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="slipstream-rate-"))  # stays when this fails: the error names a log in it
-    (folder / "logs").mkdir()
-    write_atomic(folder / PLAN, msgspec.json.encode(plan))
     try:
-        with open_view(config, open_console(stderr=True)) as view:
-            asyncio.run(make_supervisor(config, folder, view, gpus_of(config)).rate())
+        with (
+            work_folder(config, "rate", Path(plan.ratings).parent) as folder,
+            open_view(config, open_console(stderr=True)) as view,
+        ):
+            write_atomic(folder / PLAN, msgspec.json.encode(plan))
+            asyncio.run(make_supervisor(config, folder, view, gpus_of(config), named_by="--out").rate())
     except Interrupted:
-        shutil.rmtree(folder)
         raise Interrupted("interrupted; the same command goes on with the rows that are not rated yet") from None
-    shutil.rmtree(folder)
 
 
 def _write(

@@ -12,8 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +33,7 @@ from ..configs.environments import absolute_paths, without_placement
 from ..configs.evaluation import EvaluationSuite
 from ..configs.reward import EnvironmentReward, ModelReward
 from ..configs.suites import suites_of
-from ..errors import ConfigError, Interrupted, SlipstreamError, with_deadline
+from ..errors import ConfigError, SlipstreamError, with_deadline
 from ..errors import describe as describe_error
 from ..learner.traces import FILE as TRACES
 from ..learner.traces import write_traces
@@ -52,6 +50,7 @@ from .row_counts import record_counts, recorded_counts
 from .run_files import keep_inputs
 from .run_lock import is_locked, run_lock
 from .traces import grade_traces
+from .work_folder import work_folder
 
 if TYPE_CHECKING:
     from ..buffer.trajectory import Trajectory
@@ -287,21 +286,14 @@ def evaluate(config: Config, label: str) -> list[EvaluationResult]:
     require_own_servers(config, "eval")
     if not suites_of(config):
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")
-    config = without_reward_model(config)
+    config = without_reward_model(with_absolute_paths(config))
     # There are no checkpoints, and no second server.
     config = msgspec.structs.replace(config, evaluation=config.evaluation.without_schedule(config.evaluation.suites))
     preflight(config)
-    run_dir = Path(tempfile.mkdtemp(prefix="slipstream-eval-"))  # stays when this fails: the error names a log in it
-    (run_dir / "logs").mkdir()
-    try:
+    with work_folder(config, "eval", writable("run.dir", config.run.dir)) as folder:
         with open_view(config, open_console(stderr=True)) as view:
-            asyncio.run(make_supervisor(config, run_dir, view, gpus_of(config)).evaluate(label))
-    except Interrupted:
-        shutil.rmtree(run_dir)
-        raise
-    results = read_evaluations(run_dir / evaluations.FILE)
-    shutil.rmtree(run_dir)
-    return results
+            asyncio.run(make_supervisor(config, folder, view, gpus_of(config)).evaluate(label))
+        return read_evaluations(folder / evaluations.FILE)
 
 
 def summary(report: RunReport) -> str:
@@ -320,9 +312,11 @@ def make_supervisor(
     recorded: bool = True,
     evaluated: Path | None = None,
     program: ProgramLink | None = None,
+    named_by: str = "run.dir",
 ) -> Supervisor:
     """A supervisor with the launcher that `launch.kind` names; `gpus` is the number that each role needs. Episodes of evaluations
-    are kept in the folder of the run `evaluated`, by default in `run_dir`."""
+    are kept in the folder of the run `evaluated`, by default in `run_dir`. `named_by` is the key or option by which a user says
+    where `run_dir` is."""
     from .program.link import ProgramLauncher
     from .supervisor.supervisor import Supervisor  # takes seconds
 
@@ -337,8 +331,9 @@ def make_supervisor(
 
         placement = assign_gpus(gpus, sum(gpus.values()), collectives)  # Ray assigns every role its own GPUs
         kind, many = accelerator.named(config.learner.backend.device), config.launch.hosts == "many"
+        resource = kind.resource if kind else "GPU"
         launcher = RayLauncher(
-            logs, config.launch.ports["first"], many_hosts=many, resource=kind.resource if kind else "GPU"
+            logs, config.launch.ports["first"], many_hosts=many, resource=resource, named_by=named_by
         )
     heap.freeze_startup_objects()
     options = {"gpus": gpus, "backend": placement.backend, "recorded": recorded}

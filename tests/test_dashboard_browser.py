@@ -234,6 +234,14 @@ def test_a_list_is_filtered_sorted_and_continued(desktop: Look) -> None:
     page.wait_for_function("document.querySelectorAll('tbody tr').length === 10")
 
 
+def see(page: Any, *, hidden: bool) -> None:
+    """As if the user turned to another tab, or back."""
+    page.evaluate(
+        f"Object.defineProperty(document, 'hidden', {{configurable: true, get: () => {str(hidden).lower()}}});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+
+
 def test_a_run_under_way_is_followed(browser: Any, tmp_path: Path) -> None:
     run = DashboardRun(tmp_path / "run")
     run.play()
@@ -245,6 +253,16 @@ def test_a_run_under_way_is_followed(browser: Any, tmp_path: Path) -> None:
         run.play()
         page.wait_for_function(f"document.querySelectorAll('tbody tr').length === {2 * MEMBERS}")
         page.wait_for_function("document.body.textContent.includes('trained')")
+        other, asked = Look(browser, dashboard.url), list[str]()
+        other.open("run/trajectories")
+        see(page, hidden=True)
+        page.on("request", lambda request: asked.append(request.url))
+        run.play()
+        other.page.wait_for_function(f"document.querySelectorAll('tbody tr').length === {3 * MEMBERS}")
+        assert asked == []  # a hidden page costs the run nothing
+        see(page, hidden=False)
+        page.wait_for_function(f"document.querySelectorAll('tbody tr').length === {3 * MEMBERS}")
+        other.context.close()
         dashboard.process.kill()  # the page says so, and the run goes on
         page.wait_for_function("document.querySelector('.live').textContent === 'the server is gone'")
         run.step()

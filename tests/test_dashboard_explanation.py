@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from slipstream.dashboard import app, explanation
+from slipstream.dashboard import explanation, feed
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.explanation import shown_explanation
 from slipstream.dashboard.runs import RunAccess, RunFolder
@@ -87,9 +87,9 @@ class Explainer:
 async def test_it_is_found_once_for_each_state_of_the_run_and_no_request_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "LOOK_S", 0.05)
     monkeypatch.setattr(explanation, "LEAST_S", 0.0)
     monkeypatch.setattr(explanation, "AGAIN", 0.0)
+    monkeypatch.setattr(feed, "LOOK_S", 0.05)
     run = DashboardRun(tmp_path / "run")
     run.record(3)
     run.close()

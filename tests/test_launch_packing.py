@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.launch.launchers.packing import pack
+from slipstream.launch.launchers.packing import assign, pack
 
 CPU = {"CPU": 1.0}
 GPU = {"CPU": 1.0, "GPU": 1.0}
@@ -30,3 +30,17 @@ def test_ranks_share_the_host_with_the_most_gpus() -> None:
 def test_a_pinned_role_without_room_is_placed_like_the_others_and_one_without_any_is_left() -> None:
     assert pack({"buffer": CPU}, {"a": {}, "b": {"CPU": 1.0}}, {"buffer": "a"}) == {"buffer": "b"}
     assert pack({"x": CPU, "y": CPU, "z": GPU}, {"a": {"CPU": 1.0}}, {}) == {"x": "a"}
+
+
+def test_places_that_were_left_are_taken_over_and_a_replica_that_spans_hosts_is_not_put_on_one_for_them() -> None:
+    parts, room = ["engine-2", "engine-2.1"], {"CPU": 4.0, "GPU": 4.0}
+    two, gpu = dict.fromkeys(parts, GPU), dict.fromkeys(["worker-0", "engine-0", "engine-1"], GPU) | {"worker-0": CPU}
+    left = [("a", 1.0), ("a", 1.0), ("b", 0.0), ("b", 1.0)]
+    assert assign(gpu, {"c": room}, left, {}) == ({"worker-0": 2, "engine-0": 0, "engine-1": 1}, {})
+    # Of the places that others have left the second process takes one on another host,
+    assert assign(two, {"c": room}, left, {}) == ({"engine-2": 0, "engine-2.1": 3}, {})
+    # else a new one on another host, though the first one's host has more room,
+    assert assign(two, {"a": room, "c": GPU}, left[:2], {}) == ({"engine-2": 0}, {"engine-2.1": "c"})
+    # and one that was left beside the first where no other host has room.
+    assert assign(two, {"a": room, "c": CPU}, left[:2], {}) == ({"engine-2": 0, "engine-2.1": 1}, {})
+    assert assign(two, {}, left[:2], {}) == ({"engine-2": 0, "engine-2.1": 1}, {})

@@ -163,6 +163,16 @@ async def test_only_a_role_that_the_others_find_again_moves_to_another_host(
         ):
             await launcher.move("reward")
 
+        # Two places on one host are vacant. A replica that spans hosts takes over one of them, and a new one on another host.
+        for role in ("worker-0", "engine-0"):
+            await launcher.release(role)
+        cluster.add_node(**QUIET, num_cpus=1, node_ip_address="127.0.0.3")
+        parts = await launcher.place({"engine-1": 0, "engine-1.1": 0})
+        assert {name: place.host for name, place in parts.items()} == {
+            "engine-1": "127.0.0.2",
+            "engine-1.1": "127.0.0.3",
+        }
+
 
 async def test_hosts_that_reach_each_other_pass_the_check_of_links(cluster: Cluster, launcher: RayLauncher) -> None:
     async with asyncio.timeout(4 * WAIT_S):
@@ -220,6 +230,8 @@ def test_what_is_said_of_hosts_that_do_not_share_a_folder(tmp_path: Path) -> Non
         ConfigError, match=r"10\.0\.0\.1 wrote there is not seen by 10\.0\.0\.2, the host of worker-0, worker-1 \("
     ):
         require_shared(tmp_path, "10.0.0.1", blind)
+    with pytest.raises(ConfigError, match=f"^--out: {tmp_path} is not the same folder on all hosts"):
+        require_shared(tmp_path, "10.0.0.1", blind, "--out")
 
 
 STOPPED = """

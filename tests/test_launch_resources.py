@@ -150,3 +150,13 @@ def test_ports_are_chosen_where_no_outgoing_connection_takes_them(monkeypatch: p
             free_ports(2)
         monkeypatch.setattr(local, "LOWEST_PORT", busy)
         assert busy not in free_ports(100)
+
+
+def test_what_a_run_on_cpu_needs_is_known_without_torch() -> None:
+    """`slipstream explain` asks for it, and runs beside a run again and again: torch alone is more than all that it computes."""
+    code = (
+        "import sys; from slipstream.configs import load; from slipstream.launch.resources import gpus_of;"
+        "needed = gpus_of(load('quickstart')); print(needed, 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "{} False\n"

@@ -20,15 +20,23 @@ export const api = (run, path, query = {}) => {
   return `/api/runs/${encodeURIComponent(run)}/${path}${text ? '?' + text : ''}`;
 };
 
-// Changes of runs, from one stream for the whole page: run -> a number that grows.
+// Changes of runs, from one stream for the whole page: run -> a number that grows. A page that is not seen does not listen, and so asks
+// for nothing; when it is seen again it hears at once what has changed.
 const listeners = new Set();
 export const live = {changes: {}, connected: null};
 export function listen() {
   if (recorded) return;
-  const stream = new EventSource('/api/events');
+  let stream = null;
   const tell = () => listeners.forEach(listener => listener());
-  stream.onmessage = event => { live.changes = JSON.parse(event.data); live.connected = true; tell(); };
-  stream.onerror = () => { live.connected = false; tell(); };
+  const look = () => {
+    if (document.hidden) { stream?.close(); stream = null; return; }
+    if (stream) return;
+    stream = new EventSource('/api/events');
+    stream.onmessage = event => { live.changes = JSON.parse(event.data); live.connected = true; tell(); };
+    stream.onerror = () => { live.connected = false; tell(); };
+  };
+  document.addEventListener('visibilitychange', look);
+  look();
 }
 export function useLive() {
   const [, again] = useState(0);

@@ -38,7 +38,7 @@ def rate(options: argparse.Namespace) -> int:
     if Path(options.config).is_dir():
         from ..export import model_at  # takes seconds
 
-        with model_at(options.config) as model:
+        with model_at(options.config, overrides=options.overrides) as model:
             config = load(str(run_config(options.config)), [f"model.path={model}", *options.overrides])
             name = f"{options.config}, {Path(model).name}"  # an unfinished run's is in another folder each time
             summary = measure(config, name, out, options.samples, options.rows, bounds)

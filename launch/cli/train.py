@@ -67,8 +67,9 @@ def evaluate(options: argparse.Namespace) -> int:
         if Path(options.config).is_dir():
             from ..export import model_at  # takes seconds
 
-            model = stack.enter_context(model_at(options.config, options.step))
-            config = load(str(run_config(options.config)), [f"model.path={model}", *options.overrides])
+            where = f"run.dir={options.config}"  # the run may have been moved
+            model = stack.enter_context(model_at(options.config, options.step, options.overrides))
+            config = load(str(run_config(options.config)), [f"model.path={model}", where, *options.overrides])
         elif options.step is not None:
             raise ConfigError(f"--step: {options.config} is no folder of a run; only a run has steps")
         else:

@@ -2,9 +2,9 @@
 
 Invariants:
 - Each role has a placement group of one bundle. Ray only decides the hosts: no token, no weight and no secret goes through it.
-- A role's actor makes the key pair of each of its processes; Ray carries the public key.
-- The bundle of a role that has left is reused for the next role that needs as many GPUs.
-- Each role is a child process of a small actor in its bundle, and dies with it.
+- The bundle of a role that has left is reused for the next role that needs as many GPUs. The processes of a replica that spans
+  hosts get bundles on different ones, as long as there is room.
+- Each role is a child process of a small actor in its bundle (`ray_actor.py`), and dies with it.
 - Ray moves the bundle of a lost host to another one, as soon as one has room, be it the lost one again; `move` makes an actor
   there. A buffer and a reward server stay where they are: the others know them by their addresses.
 - The buffer's processes are on the host of this process if that has room: the hosts whose loss ends a run are then one.
@@ -26,14 +26,14 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...common.signals import take_back_sigterm
 from ...errors import ConfigError, DeadlineExceeded, RoleDied, SlipstreamError, with_deadline
 from .links import CONNECT_S, SUPERVISOR, LinkEnd, pairs_that_talk
-from .local import PLACE_S, LocalLauncher, Placement, PlacementLost, ProcessHandle, claim_ports, free_ports
-from .packing import pack
-from .shared_folder import FolderProof, folder_proof, missing_proof, require_shared
+from .local import PLACE_S, Placement, PlacementLost, ProcessHandle
+from .packing import assign
+from .ray_actor import RayBundle
+from .shared_folder import folder_proof, require_shared
 
 START_S = 30.0  # longest wait for an actor that has answered before to start a process, the end of an old one included
 RETRY_S = 1.0  # between two actors of a role that were both lost at once: Ray has no event for when another may live
@@ -42,54 +42,6 @@ BUFFER = "buffer"
 FIXED = ("buffer", "reward")  # kinds of roles that cannot move to another host
 
 log = logging.getLogger(__name__)
-
-
-class RayActor:
-    """The actor: starts and ends one role's process on its host."""
-
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
-        self._launcher = LocalLauncher(logs, 0)
-        self._process: ProcessHandle | None = None
-        self._link_end = LinkEnd()
-
-    async def reserve(self, loopback: bool, port: int) -> tuple[str, int]:
-        """The address to listen on, and a port that is free there: `port`, or any for 0."""
-        host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
-        return host, (claim_ports(port, 1, host) if port else free_ports(1, host))[0]
-
-    async def listen(self, host: str, port: int) -> int:
-        return await self._link_end.listen(host, port)
-
-    async def connect(self, addresses: Sequence[tuple[str, int]]) -> list[str]:
-        return await self._link_end.connect(addresses)
-
-    async def close_links(self) -> None:
-        await self._link_end.close()
-
-    async def make_pair(self, role: str) -> str:
-        """A new key pair for the process that starts next; the public key."""
-        return self._launcher.make_pair(role)
-
-    async def missing_proof(self, proof: FolderProof) -> str:
-        return missing_proof(proof)
-
-    async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> int:
-        self._logs.mkdir(parents=True, exist_ok=True)
-        await self.kill()  # on a restart the old process is dead, or could not be reached
-        self._process = await self._launcher.execute(role, command, environment)
-        return self._process.pid
-
-    async def wait(self) -> int:
-        return await self._process.wait() if self._process else 0
-
-    async def terminate(self) -> None:
-        if self._process:
-            await self._process.terminate()
-
-    async def kill(self) -> None:
-        if self._process:
-            await self._process.kill()
 
 
 class RayProcess:
@@ -128,38 +80,20 @@ async def _completed(answer: Any, what: str) -> bool:
     return True
 
 
-class RayBundle(msgspec.Struct, frozen=True):
-    """The resources of one role: the only bundle of a placement group, with its CPUs and GPUs, which Ray counts as `resource`."""
-
-    group: PlacementGroup
-    cpus: int
-    gpus: int
-    resource: str
-
-    def actor(self, logs: Path) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0)
-        devices: dict[str, Any] = {"num_gpus": self.gpus}
-        if self.resource != "GPU":
-            devices = {"resources": {self.resource: self.gpus}} if self.gpus else {}
-        return ray.remote(num_cpus=self.cpus, **devices, scheduling_strategy=strategy)(RayActor).remote(logs)
-
-    @property
-    def alive(self) -> bool:
-        """Whether its node is alive. Ray moves the bundle of a lost node to another one, if that has room."""
-        node = placement_group_table(self.group)["bundles_to_node_id"].get(0)
-        return any(known["NodeID"] == node and known["Alive"] for known in ray.nodes())
-
-
 class RayLauncher:
     """Places roles on the cluster that `RAY_ADDRESS` names, or on a Ray that it starts here and stops again; over `many_hosts` of
     the cluster, else on this node and on loopback. Every role takes one CPU; in a Ray started here roles that are placed later
-    take none: there a CPU is only a number. `resource` is what Ray calls a GPU of this accelerator."""
+    take none: there a CPU is only a number. `resource` is what Ray calls a GPU of this accelerator. `named_by` is the key or option
+    by which a user says where the folder of `logs` is."""
 
-    def __init__(self, logs: Path, first_port: int, *, many_hosts: bool, resource: str = "GPU") -> None:
+    def __init__(
+        self, logs: Path, first_port: int, *, many_hosts: bool, resource: str = "GPU", named_by: str = "run.dir"
+    ) -> None:
         self.host = "127.0.0.1"
         self.authorize: Callable[[str, str], None] = lambda role, key: None
         self._many_hosts = many_hosts
         self._resource = resource
+        self._named_by = named_by
         self._logs = logs
         self._next_port = first_port
         self._groups: list[PlacementGroup] = []
@@ -174,15 +108,12 @@ class RayLauncher:
         here = ray.util.get_node_ip_address()
         if self._many_hosts:
             self.host = here
-        new = dict(roles)
-        for role, gpus in roles.items():
-            if vacant := next((b for b in self._free if b.gpus == gpus and b.alive), None):
-                self._free.remove(vacant)
-                self._bundles[role] = vacant
-                del new[role]
+        new: Mapping[str, int] = {}
         try:
+            new, targets = self._reuse(roles, cpus)
             if new:
-                self._reserve(new, cpus, {} if self._many_hosts and _external() else {f"node:{here}": 0.001})
+                spread = self._many_hosts and _external()
+                self._reserve(new, cpus, targets if spread else {}, {} if spread else {f"node:{here}": 0.001})
             for role in roles:
                 self._actors[role] = self._bundles[role].actor(self._logs)
             placing, room = self._place_all(roles), f"room for {len(roles)} roles, {self._wishes(roles, cpus)}"
@@ -231,9 +162,24 @@ class RayLauncher:
             for role, host in hosts.items():
                 answer = self._actors[role].missing_proof.remote(proof)
                 answers[role] = host, await self._answer(answer, f"{role}'s host to read {folder}")
-        require_shared(folder, self.host, answers)
+        require_shared(folder, self.host, answers, self._named_by)
 
-    def _reserve(self, roles: Mapping[str, int], cpus: int, affinity: dict[str, float]) -> None:
+    def _reuse(self, roles: Mapping[str, int], cpus: int) -> tuple[dict[str, int], dict[str, str]]:
+        """Give `roles` the bundles of roles that have left, where these fit; the others, and the hosts where they should be."""
+        bundles = dict(zip(roles, self._wishes(roles, cpus), strict=True))
+        vacant = [(node, bundle) for bundle in self._free if (node := bundle.node)]
+        here = ray.get_runtime_context().get_node_id()
+        pinned = {role: here for role in bundles if role.partition("-")[0] == BUFFER}
+        left = [(node, float(bundle.gpus)) for node, bundle in vacant]
+        given, targets = assign(bundles, self._room(), left, pinned, self._resource)
+        for role, index in given.items():
+            self._bundles[role] = vacant[index][1]
+            self._free.remove(vacant[index][1])
+        return {role: gpus for role, gpus in roles.items() if role not in given}, targets
+
+    def _reserve(
+        self, roles: Mapping[str, int], cpus: int, targets: Mapping[str, str], affinity: dict[str, float]
+    ) -> None:
         """A placement group for each of `roles`, which Ray fills when there is room. Raises ConfigError where roles that are placed
         later need more GPUs than are free."""
         wanted, free = sum(roles.values()), int(ray.available_resources().get(self._resource, 0))
@@ -241,15 +187,11 @@ class RayLauncher:
             raise ConfigError(
                 f"{', '.join(roles)} want {wanted} {self._resource}s, and Ray has {free} that are free; ask for fewer"
             )
-        bundles = dict(zip(roles, self._wishes(roles, cpus), strict=True))
-        here = ray.get_runtime_context().get_node_id()
-        pinned = {role: here for role in bundles if role.partition("-")[0] == BUFFER}
-        targets = {} if affinity else pack(bundles, self._room(), pinned, self._resource)
-        for role, bundle in bundles.items():
+        for (role, gpus), bundle in zip(roles.items(), self._wishes(roles, cpus), strict=True):
             target = targets.get(role)  # a wish: where it has no room after all, Ray finds another host
             group = placement_group([bundle | affinity], "STRICT_PACK", _soft_target_node_id=target)
             self._groups.append(group)
-            self._bundles[role] = RayBundle(group, cpus, roles[role], self._resource)
+            self._bundles[role] = RayBundle(group, cpus, gpus, self._resource)
 
     def _wishes(self, roles: Mapping[str, int], cpus: int) -> list[dict[str, float]]:
         """What each role needs of Ray; `roles` has the number of its GPUs."""

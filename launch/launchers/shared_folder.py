@@ -48,9 +48,9 @@ def missing_proof(proof: FolderProof) -> str:
     return f"{socket.gethostname()}: {why}"
 
 
-def require_shared(folder: Path, host: str, answers: Mapping[str, tuple[str, str]]) -> None:
+def require_shared(folder: Path, host: str, answers: Mapping[str, tuple[str, str]], named_by: str = "run.dir") -> None:
     """`answers` has the host of each role, and what `missing_proof` said there. Raises ConfigError naming the hosts that do not see
-    what `host` wrote in `folder`."""
+    what `host` wrote in `folder`, and the key or option `named_by` by which a user says where that is."""
     blind = dict[tuple[str, str], list[str]]()
     for role, (address, why) in answers.items():
         if why:
@@ -59,6 +59,6 @@ def require_shared(folder: Path, host: str, answers: Mapping[str, tuple[str, str
         return
     named = "; ".join(f"{address}, the host of {', '.join(roles)} ({why})" for (address, why), roles in blind.items())
     raise ConfigError(
-        f"run.dir: {folder} is not the same folder on all hosts: a file that {host} wrote there is not seen by {named}; mount one "
-        "file system at this path on all of them, or name a folder on one that they share"
+        f"{named_by}: {folder} is not the same folder on all hosts: a file that {host} wrote there is not seen by {named}; mount "
+        "one file system at this path on all of them, or name a folder on one that they share"
     )

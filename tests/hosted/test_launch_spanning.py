@@ -15,12 +15,13 @@ import pytest
 from slipstream.chaos.hosts import Hosts
 from slipstream.configs import Config, load
 from slipstream.configs.engine_checks import nodes_of
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, Interrupted, RoleDied
 from slipstream.launch.engine_server import serve_engine
 from slipstream.launch.launchers.links import pairs_that_talk
 from slipstream.launch.launchers.packing import pack
 from slipstream.launch.resources import needed_gpus, ranks_of
 from slipstream.launch.supervisor.processes import role_names
+from slipstream.launch.work_folder import work_folder
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.access import ServerFiles
 from slipstream.rollout.engines.launch_common import ServerNode
@@ -123,6 +124,21 @@ def test_its_hosts_must_reach_each_other_and_only_the_first_is_reached_by_others
     assert ("engine-1", "engine-0.1") not in pairs
     assert {client for client, server in pairs if server == "engine-1.1"} == {"engine-1", "learner-0"}
     assert {client for client, server in pairs if server == "engine-0"} == {"supervisor", "learner-0", "engine-0.1"}
+
+
+def test_eval_and_rate_work_in_a_folder_that_their_hosts_share(tmp_path: Path) -> None:
+    one, several = spanning(), spanning("launch.kind=ray_cluster")
+    with work_folder(one, "eval", tmp_path) as here, work_folder(several, "rate", tmp_path) as shared:
+        assert here.parent != tmp_path
+        assert shared.parent == tmp_path
+        assert [path.name for path in shared.iterdir()] == ["logs"]
+    with pytest.raises(Interrupted), work_folder(several, "eval", tmp_path):
+        raise Interrupted("stopped")
+    assert list(tmp_path.iterdir()) == []
+    assert not here.exists()
+    with pytest.raises(RoleDied), work_folder(several, "eval", tmp_path) as failed:
+        raise RoleDied("see its log")
+    assert (failed / "logs").is_dir()
 
 
 # --- the real server ------------------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ from ....configs.backends import REPLAY
 from ....configs.schema import Config, Fake, Transformers
 from ....errors import ConfigError
 from ..access import ServerFiles
-from ..fake.faults import read_script
-from ..fake.law import read_law
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory
 
 MODULE = "slipstream.rollout.engines.server"
@@ -49,6 +47,9 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
     if not isinstance(engine, Transformers | Fake):
         raise ConfigError(f"rollout.engine.kind: {type(engine).__name__.lower()!r} has a server of its own")
     if isinstance(engine, Fake):
+        from ..fake.faults import read_script  # takes seconds
+        from ..fake.law import read_law
+
         read_script()  # a wrong one is refused before a server starts
         read_law()  # likewise
     options = Options(
