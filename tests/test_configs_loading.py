@@ -438,7 +438,10 @@ def test_a_missing_file_names_the_presets():
         *[
             (
                 [f"learner.backend={{kind: megatron, options: [{option}]}}"],
-                [f"learner.backend.options: ['{option}'] is not allowed", "a list of recompute, offload, router_replay"],
+                [
+                    f"learner.backend.options: ['{option}'] is not allowed",
+                    "a list of offload, recompute, router_replay",
+                ],
             )
             for option in sorted({*get_args(Option)} - {*get_args(MegatronOption)})
         ],
@@ -587,7 +590,9 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
         ["rollout.top_p=0.9"],
         ["learner.backend.device=cuda"],
         ["learner.backend.device=cuda", "learner.backend.options=[offload]"],
-        ["learner.backend={kind: megatron, ranks: 4, parallel: {expert: 2}, options: [offload, recompute], lora_rank: 8}"],
+        [
+            "learner.backend={kind: megatron, ranks: 4, parallel: {expert: 2}, options: [offload, recompute], lora_rank: 8}"
+        ],
         ["learner.backend.ranks=4", "learner.backend.parallel.context=2", "learner.backend.lora_rank=8"],
         ["learner.backend.ranks=4", "learner.backend.parallel={context: 2, expert: 4}"],
         [

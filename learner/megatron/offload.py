@@ -1,8 +1,8 @@
-"""AdamW in the host's memory (`learner.backend.options=[offload]`): the accelerator holds weights and gradients, the host holds float32
-master weights and moments, and computes the step.
+"""AdamW in the host's memory (`learner.backend.options=[offload]`): the accelerator holds weights and gradients, the host holds
+float32 master weights and moments, and computes the step.
 
-Megatron's own `HybridDeviceOptimizer` does not fit: it needs CUDA, it cannot load a checkpoint of float32 weights, and it makes moments
-only by a step with random gradients.
+Megatron's own `HybridDeviceOptimizer` does not fit: it needs CUDA, it cannot load a checkpoint of float32 weights, and it makes
+moments only by a step with random gradients.
 
 Invariants:
 - The step is that of torch's fused AdamW. Norm and clipping of the gradient are computed before it, on the accelerator.
@@ -42,9 +42,9 @@ class _Staging(NamedTuple):
 
 
 class HostAdamW:
-    """What Megatron's `DistributedOptimizer` asks of an optimizer that keeps the master weights itself, which it calls precision-aware:
-    gradients are in `decoupled_grad` of each shard of a weight, and the state of a shard is `master_param` beside `exp_avg` and
-    `exp_avg_sq`. Master weights are still to be written, and the moments are zero."""
+    """What Megatron's `DistributedOptimizer` asks of an optimizer that keeps the master weights itself, which it calls
+    precision-aware: gradients are in `decoupled_grad` of each shard of a weight, and the state of a shard is `master_param` beside
+    `exp_avg` and `exp_avg_sq`. Master weights are still to be written, and the moments are zero."""
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         """`param_groups` are torch's, of the shards of this rank, flat and on one device."""
@@ -75,7 +75,9 @@ class HostAdamW:
         ahead = deque[tuple[_Piece, _Staging, torch.cuda.Event | None]]()
         for piece, staging in zip(self._pieces(), itertools.cycle(self._staging), strict=False):
             staging.gradient[: len(piece.weights)].copy_(piece.gradient, non_blocking=True)
-            ahead.append((piece, staging, torch.cuda.current_stream().record_event() if piece.weights.is_cuda else None))
+            ahead.append(
+                (piece, staging, torch.cuda.current_stream().record_event() if piece.weights.is_cuda else None)
+            )
             if len(ahead) == len(self._staging):
                 _finish(*ahead.popleft())
         while ahead:
@@ -91,7 +93,7 @@ class HostAdamW:
             shard.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps and rates as torch's optimizers give them. `DistributedOptimizer` reads and writes tensors by the two methods above."""
+        """Steps and rates as torch's optimizers give them. `DistributedOptimizer` has tensors by the two methods above."""
         count = itertools.count()
         groups = [{**group, "params": [next(count) for _ in group["params"]]} for group in self.param_groups]
         steps = {index: {"step": torch.tensor(float(group["step"]))} for group in groups for index in group["params"]}
@@ -115,8 +117,8 @@ class HostAdamW:
 
 
 def _finish(piece: _Piece, staging: _Staging, arrived: torch.cuda.Event | None) -> None:
-    """Step `piece`, whose gradient has `arrived` in `staging` then, and begin to copy its weights to the accelerator. What was copied
-    from this staging before has left it: it was put on the stream before the gradient that arrives here."""
+    """Step `piece`, whose gradient is in `staging` once `arrived`, and begin to copy its weights to the accelerator. Weights of an
+    earlier piece have left this staging: their copy was put on the stream before that of this gradient."""
     if arrived is not None:
         arrived.synchronize()
     group, size = piece.group, len(piece.weights)
@@ -152,8 +154,8 @@ def is_on_host(one: Any) -> bool:
 
 
 def master_of(one: Any, parameter: Any) -> torch.Tensor | None:
-    """What this one of Megatron's optimizers has as this rank's master weights of `parameter`, flat; None where the parameter itself
-    is it."""
+    """This rank's master weights of `parameter` in this one of Megatron's optimizers, flat; None where the parameter has them
+    itself."""
     if is_on_host(one):
         group, order = one.model_param_group_index_map[parameter]
         return one.optimizer.state[one.optimizer.param_groups[group]["params"][order]]["master_param"]
