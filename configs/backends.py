@@ -9,7 +9,7 @@ from msgspec import field
 from .section import NonNegative, Positive, Section
 
 Option = Literal["recompute", "compile", "offload", "liger", "router_replay", "frozen_vision"]
-MegatronOption = Literal["recompute", "router_replay"]
+MegatronOption = Literal["recompute", "offload", "router_replay"]
 REPLAY: MegatronOption = "router_replay"
 FROZEN_VISION: Option = "frozen_vision"
 
@@ -69,8 +69,9 @@ class Megatron(Ranks, frozen=True, tag_field="kind", tag="megatron"):
     of a stage that split the experts of a mixture."""
     options: tuple[MegatronOption, ...] = ()
     """`recompute`: keep only each layer's input and recompute activations in the backward pass, for less memory and about a third
-    more work. `router_replay`: the routers of a mixture of experts take the experts that the engine's took for the same token
-    (arXiv:2510.11370), with weights of their own; engines record them and trajectories carry them."""
+    more work. `offload`: float32 master weights and optimizer state stay in host memory, where the optimizer steps; the GPU keeps
+    weights in `model.dtype` and gradients. `router_replay`: the routers of a mixture of experts take the experts that the engine's
+    took for the same token (arXiv:2510.11370), with weights of their own; engines record them and trajectories carry them."""
 
     @property
     def tensor_parallel(self) -> int:

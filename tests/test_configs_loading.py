@@ -2,10 +2,12 @@
 
 import functools
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 from slipstream.configs import Config, SftConfig, check, describe, dump, load, presets
+from slipstream.configs.backends import MegatronOption, Option
 from slipstream.configs.environments import PythonEnv, shares_of
 from slipstream.configs.renamed import RENAMED
 from slipstream.configs.schema import FAILURES, Failure
@@ -437,6 +439,16 @@ def test_a_missing_file_names_the_presets():
             ["learner.backend.options=[offload]", "learner.backend.device=cpu"],
             ["learner.backend.options=[offload]", "learner.backend.device=cpu allows recompute and compile"],
         ),
+        *[
+            (
+                [f"learner.backend={{kind: megatron, options: [{option}]}}"],
+                [
+                    f"learner.backend.options: ['{option}'] is not allowed",
+                    "a list of offload, recompute, router_replay",
+                ],
+            )
+            for option in sorted({*get_args(Option)} - {*get_args(MegatronOption)})
+        ],
         (
             ["learner.aux_models.reference=1"],
             [
@@ -582,6 +594,9 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
         ["rollout.top_p=0.9"],
         ["learner.backend.device=cuda"],
         ["learner.backend.device=cuda", "learner.backend.options=[offload]"],
+        [
+            "learner.backend={kind: megatron, ranks: 4, parallel: {expert: 2}, options: [offload, recompute], lora_rank: 8}"
+        ],
         ["learner.backend.ranks=4", "learner.backend.parallel.context=2", "learner.backend.lora_rank=8"],
         ["learner.backend.ranks=4", "learner.backend.parallel={context: 2, expert: 4}"],
         [

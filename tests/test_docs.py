@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 from slipstream.configs import Config, SftConfig, describe, describe_schema, load
+from slipstream.configs.backends import MegatronOption, Option
 from slipstream.envs import Message, task_source
 from slipstream.launch.cli.main import make_parser
 from slipstream.launch.cli.options import merge_overrides
@@ -164,6 +166,17 @@ def test_the_readme_names_what_it_needs_and_the_size_of_its_model(tmp_path: Path
         tensor.numel() for tensor in load_file(tiny_policy(tmp_path / "model") / "model.safetensors").values()
     )
     assert f"{parameters / 1e6:.2f} million parameters" in text
+
+
+def test_every_option_of_the_learners_backend_has_its_row_for_each_kind() -> None:
+    page = (ROOT / "docs" / "backends.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE)
+    assert [name for name, _ in rows] == [*get_args(Option)]
+    assert {name for name, megatrons in rows if not re.match(r"no\b", megatrons)} == {*get_args(MegatronOption)}
+    for kind, options in (("FSDP2", Option), ("Megatron-core", MegatronOption)):
+        section = re.split(r"^## ", page, flags=re.MULTILINE)
+        (found,) = [text for text in section if text.startswith(f"{kind}\n")]
+        assert re.findall(r"^\| `options=\[(\w+)\]`", found, re.MULTILINE) == [*get_args(options)], kind
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -68,11 +68,17 @@ TWO = {
     "virtual-recomputed": Megatron(ranks=2, parallel={"pipeline": 2, "virtual": 2}, options=("recompute",)),
 }
 
-BFLOAT16 = tuple(TWO) if torch.cuda.is_available() else ("tensor",)
+OFFLOADED = {
+    "data-offloaded": Megatron(ranks=2, options=("offload",)),
+    "experts-offloaded": Megatron(ranks=2, parallel={"expert": 2}, options=("offload", "recompute")),
+}
+"""Layouts whose steps are compared, and no more: they pass rows as those without the option."""
+
+BFLOAT16 = (*(TWO if torch.cuda.is_available() else ("tensor",)), "data-offloaded")
 """Those in bfloat16: on CUDA other layers compute it than float32, TransformerEngine's."""
 
 KIND = {"pipeline": "untied", "virtual": "deep", "experts": "moe", "tensor-experts": "moe"}
-KIND |= {"tensor-experts-recomputed": "moe", "virtual-recomputed": "deep"}
+KIND |= {"tensor-experts-recomputed": "moe", "virtual-recomputed": "deep", "experts-offloaded": "moe"}
 """The model of each layout; `tied` for the others."""
 
 
@@ -135,7 +141,7 @@ def rank_main(jobs: list[Job], export: str) -> None:
     """What each of the two ranks runs."""
     for index, job in enumerate(jobs):
         os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[index]
-        backend = open_backend(job.model, TWO[job.layout], job.dtype)
+        backend = open_backend(job.model, (TWO | OFFLOADED)[job.layout], job.dtype)
         run(job, backend)
         if index < len(TWO):
             assert_that_ranks_agree(job.layout, backend)
@@ -254,6 +260,7 @@ def results(models, tmp_path_factory) -> Path:
         backend.close()
     two = [
         *(Job(layout, of(layout), str(root / layout), save=str(root / f"from-{layout}")) for layout in TWO),
+        *(Job(layout, of(layout), str(root / layout), save=str(root / f"from-{layout}")) for layout in OFFLOADED),
         Job("data", models["tied"], str(root / "data-packed"), budget=8192),
         *(
             Job(layout, of(layout), str(root / f"{source}-{layout}"), first=2, load=str(root / f"from-{source}"))
@@ -282,11 +289,15 @@ RESUMED = [
     ("virtual", "one"),
     ("experts", "experts"),
     ("experts", "one"),
+    ("data-offloaded", "tensor"),
+    ("tensor", "data-offloaded"),
+    ("experts-offloaded", "tensor-experts"),
+    ("experts", "experts-offloaded"),
 ]
 """Layouts that save a checkpoint after two steps, and that do the third."""
 
 
-@pytest.mark.parametrize("layout", [*TWO, "one", "one-moe", "data-packed"])
+@pytest.mark.parametrize("layout", [*TWO, *OFFLOADED, "one", "one-moe", "data-packed"])
 def test_three_steps_equal_a_plain_loop(results, expected, layout):
     reference = expected["moe" if layout == "one-moe" else KIND.get(layout, "tied")]
     assert_three_steps(load_file(results / layout), reference)

@@ -47,14 +47,14 @@ TWO = {
     "context": {"context": 2},
     "data": {},
     "experts": {"tensor": 2, "expert": 2},
+    "offloaded": {},
 }
 KIND = {"virtual": "deep", "experts": "moe"}
-RECOMPUTED = ("virtual", "experts")
+OPTIONS = {"virtual": ("recompute",), "experts": ("recompute",), "offloaded": ("offload",)}
 
 
 def two(layout: str) -> Megatron:
-    options = ("recompute",) if layout in RECOMPUTED else ()
-    return Megatron(ranks=2, parallel=TWO[layout], options=options, lora_rank=RANK)
+    return Megatron(ranks=2, parallel=TWO[layout], options=OPTIONS.get(layout, ()), lora_rank=RANK)
 
 
 def rank_main(jobs: list[Job], export: str) -> None:
@@ -195,7 +195,7 @@ def results(models, tmp_path_factory) -> Path:
         Job("tensor", of("tensor"), str(root / "bfloat16"), dtype="bfloat16"),
     ]
     run_on_two_ranks(root, __file__, jobs, str(root / "export"))
-    for layout in ("tensor", "virtual", "experts"):
+    for layout in ("tensor", "virtual", "experts", "offloaded"):
         alone(KIND.get(layout, "tied"), f"{layout}-one", first=2, load=str(root / f"from-{layout}"))
     return root
 
@@ -212,7 +212,7 @@ def test_three_steps_on_two_ranks_equal_a_plain_loop(results, truths, layout):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["one-tensor", "tensor-one", "virtual-one", "experts-one"])
+@pytest.mark.parametrize("name", ["one-tensor", "tensor-one", "virtual-one", "experts-one", "offloaded-one"])
 def test_a_checkpoint_resumes_in_another_layout(results, truths, name):
     assert_three_steps(load_file(results / name), truths[KIND.get(name.split("-")[0], "tied")], first=2)
 

@@ -1,7 +1,8 @@
 """AdamW steps of a Megatron-core model: each copy is split over ranks, data ranks have copies, and one step serves all of them.
 
 Invariants:
-- Master weights, gradients and AdamW moments are float32; bfloat16 is for computing and serving only.
+- Master weights, gradients and AdamW moments are float32; bfloat16 is for computing and serving only. With `offload` master weights
+  and moments are in the host's memory (`offload.py`).
 - Ranks of one data rank share one copy of the model and make the same passes over the same rows. Every data rank makes the same
   number of passes: those with fewer rows add passes without a trained token.
 - Only the last stage of the pipeline has logits. It broadcasts its results to the other stages.
@@ -49,6 +50,7 @@ from .family import MegatronPolicy, build, full_weights, shards_of
 from .fit import check_family, check_layout
 from .layout import form_groups, groups, layout_here
 from .lora import switched_off
+from .offload import master_of, move_to_host
 from .replay import MegatronReplay
 from .rows import LocalMicroBatch, local_row, padded_length
 
@@ -262,16 +264,17 @@ class MegatronBackend(Backend, MegatronModel):
         super().close()
 
     def _prepared(self) -> list[Any]:
-        wrapped, self._optimizer = _distribute(self._parts, self._rules, self._dtype)
+        offloads = "offload" in self._layout.options
+        wrapped, self._optimizer = _distribute(self._parts, self._rules, self._dtype, offloads=offloads)
         return wrapped
 
     def _write(self, parameter: Any, shard: torch.Tensor) -> None:
         """Write the optimizer's master weights too, unrounded."""
         super()._write(parameter, shard)
         for one in self._optimizer.chained_optimizers:
-            if parameter in one.model_param_group_index_map and parameter.dtype is not torch.float32:
+            if parameter in one.model_param_group_index_map and (master := master_of(one, parameter)) is not None:
                 held = one._get_model_param_range_map(parameter)["param"]
-                parameter.main_param.copy_(shard.reshape(-1)[held.start : held.end])
+                master.copy_(shard.reshape(-1)[held.start : held.end])
 
     def _total(self, found: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
         stages = self._groups.stages
@@ -286,7 +289,9 @@ class MegatronBackend(Backend, MegatronModel):
         return sums[0]
 
 
-def _distribute(parts: Sequence[MegatronPolicy], optimizer: Optimizer, dtype: torch.dtype) -> tuple[list[Any], Any]:
+def _distribute(
+    parts: Sequence[MegatronPolicy], optimizer: Optimizer, dtype: torch.dtype, *, offloads: bool
+) -> tuple[list[Any], Any]:
     """`parts` with gradients in float32 buffers that are summed over data ranks, and AdamW with its state sharded over them."""
     how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped: list[Any] = [
@@ -303,7 +308,10 @@ def _distribute(parts: Sequence[MegatronPolicy], optimizer: Optimizer, dtype: to
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = offloads  # or it makes master weights on the device
     made = get_megatron_optimizer(config, wrapped)
+    if offloads:
+        move_to_host(made.chained_optimizers)
     for group in made.param_groups:  # which only Megatron's own scheduler would do; 0 for norms
         group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
     return wrapped, made

@@ -33,6 +33,7 @@ from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
 from ..lora import other_rank
 from .family import MegatronPolicy
 from .mapping import ADAPTERS
+from .offload import is_on_host
 
 FORMAT = CheckpointingConfig("torch_dist", 1)  # Megatron's, and its version
 
@@ -42,7 +43,8 @@ def save(
 ) -> Future[None]:
     """Collective. Begin to write `directory`, replacing one of the same name: see `Saver.begin`."""
     moments = _moments(parts, optimizer, loading=False)  # gathered copies: the next step changes the originals
-    content: Any = {"moments": [one["param_state"] for one in moments], "step": _step(moments)}
+    held = [one["param_state"] for one in moments if one["param_state"] is not None]
+    content: Any = {"step": _step(moments)} | ({"moments": held} if held else {})
     sharded, common = save_preprocess(content)
     assert isinstance(sharded, dict)
     named, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)
@@ -109,9 +111,12 @@ def _separate_steps(optimizer: Any) -> None:
 
 
 def _moments(parts: Sequence[Any], optimizer: Any, *, loading: bool) -> list[dict[str, Any]]:
-    """What each of the optimizers saves: one for what all ranks have alike, another for experts where they are split."""
+    """What each of the optimizers saves: one for what all ranks have alike, another for experts where they are split. Of a state in
+    the host's memory data ranks send their parts from there to the first of them, which alone has it then: a device that has no
+    room for the state has none for gathering it."""
     how = {
         "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": all(map(is_on_host, optimizer.chained_optimizers)),
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -79,8 +79,11 @@ HAVE_TE = HAVE_TE and isinstance(TELinear, type)
 """,
     # torch's AdamW keeps a step count that is not saved with the moments; and main weights may be views of leaves.
     f"{PACKAGE}.optimizer.distrib_optimizer": """
+_set_held = DistributedOptimizer._set_main_param_and_optimizer_states
 @torch.no_grad()
 def _set_states(self, model_param, tensors):
+    if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        return _set_held(self, model_param, tensors)
     group, order = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][order]
     for name, target in {"param": main, **self.optimizer.state[main]}.items():

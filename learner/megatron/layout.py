@@ -4,10 +4,13 @@ splits."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import msgspec
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ...configs.backends import Megatron
 from ...errors import ConfigError
@@ -61,4 +64,6 @@ def form_groups(layout: Megatron, timeout_s: float) -> None:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
     )
+    # Megatron gives this group no deadline.
+    _set_pg_timeout(timedelta(seconds=timeout_s), parallel_state.get_expert_data_parallel_group_gloo())
     model_parallel_cuda_manual_seed(0)  # nothing is drawn: weights are read, and there is no dropout
