@@ -320,7 +320,7 @@ def test_vllm_computes_with_the_pushed_weights_in_fp8_however_often_they_are_loa
             "options.block_size: no such key; allowed in .*options: quantization",
         ),
         (
-            ["rollout.engine.kind=vllm", "rollout.engine.options={quantization: int4}"],
+            ["rollout.engine.kind=vllm", "rollout.engine.options.quantization=int4"],
             "options.quantization: 'int4' is not how .* allowed is fp8",
         ),
     ],
