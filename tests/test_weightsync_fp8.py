@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,9 +185,15 @@ def folder_of(config: PreTrainedConfig, folder: Path) -> str:
     return str(folder)
 
 
-SIZE = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
-LATENT = {"kv_lora_rank": 128, "q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+SIZE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 FAMILIES = {
     "qwen2_moe": (
         Qwen2MoeConfig(**SIZE, **EXPERTS, intermediate_size=384, shared_expert_intermediate_size=128, num_experts=4),
