@@ -21,8 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..common import gc as heap
+from ..configs.engines import Vllm
 from ..configs.environments import PythonEnv
-from ..configs.schema import Agent, Buffer, Config, Model, Partial, Rollout, TransportKind, Vllm, parse_size
+from ..configs.schema import Agent, Buffer, Config, Model, Partial, Rollout, TransportKind, parse_size
 from ..errors import WeightSyncError
 from ..launch.launchers.local import LocalLauncher
 from ..launch.run_context import Addresses, RunContext

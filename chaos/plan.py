@@ -16,7 +16,7 @@ import msgspec
 
 from ..common.replica_names import replica_of
 from ..configs import Config
-from ..configs.schema import Vllm
+from ..configs.engines import Vllm
 from ..launch.supervisor.processes import role_names
 
 Kind = Literal["kill", "stop", "disk", "lost", "frozen", "cut", "slow"]

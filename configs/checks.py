@@ -16,7 +16,7 @@ from .algorithm import Dpo, Gae, needs_critic, needs_reference
 from .algorithm_checks import PYTHON_NAME as PYTHON_NAME
 from .algorithm_checks import group_problems, loss_problems, trace_problems
 from .backends import REPLAY, Fsdp2, Megatron, copy_ranks
-from .engine_checks import external_problems, option_problems
+from .engine_checks import external_problems, option_problems, quantization_problems
 from .environments import (
     Dataset,
     EnvironmentKind,
@@ -55,8 +55,8 @@ _PART_NAME = re.compile(r"[\w-]+")
 def check(config: Config) -> None:
     """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
     for find in (
-        *(_values, option_problems, external_problems, _episode, _harbor, _evaluation, group_problems, _batch),
-        *(loss_problems, trace_problems, _backend, _aux_models, _reward, _colocated),
+        *(_values, option_problems, external_problems, quantization_problems, _episode, _harbor, _evaluation),
+        *(group_problems, _batch, loss_problems, trace_problems, _backend, _aux_models, _reward, _colocated),
     ):
         for problem in find(config):
             raise ConfigError(problem)

@@ -8,8 +8,12 @@ import re
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from .schema import ENGINE_OPTIONS, NODES, SPLIT, Config, OptionServers, Servers, Sglang
+from .engines import ENGINE_OPTIONS, NODES, QUANTIZATION, SPLIT, OptionServers, Servers, Sglang, Vllm, is_quantized
+from .schema import Config
+from .sft import SftConfig
 
+FP8 = f"{ENGINE_OPTIONS}.{QUANTIZATION}=fp8"  # as messages call it
+FP8_NOISE = 0.1  # nats: the least tolerance of the canary with it, since what weights lose in fp8 moves log-probs
 SERVERS = (
     "rollout.engine.replicas"  # the key that says how many servers a run starts, or names servers that others started
 )
@@ -62,6 +66,29 @@ def _spanning_problems(config: Config, engine: OptionServers, said: str) -> Iter
         yield (
             f"{said} with evaluation.every={config.evaluation.every}: the server of such evaluations has one host; allowed is "
             "evaluation.every=0"
+        )
+
+
+def quantization_problems(config: Config) -> Iterator[str]:
+    """What servers of weights in fp8 do not go with. Which models they are, and on which devices, preflight checks."""
+    engine, tolerance = config.rollout.engine, config.weightsync.canary_tolerance
+    if not is_quantized(engine) or isinstance(config, SftConfig):  # SFT starts no servers
+        return
+    if (chosen := engine.options[QUANTIZATION]) != "fp8":
+        yield f"{ENGINE_OPTIONS}.{QUANTIZATION}: {chosen!r} is not how weights are pushed; allowed is fp8, or leave it out"
+    if isinstance(engine, Sglang):
+        yield f"{FP8} with rollout.engine.kind=sglang: pushes to it are in model.dtype only; allowed are vllm and transformers"
+    if isinstance(engine, Vllm) and config.model.dtype != "bfloat16":
+        yield f"{FP8} with model.dtype={config.model.dtype}: vLLM's kernels for fp8 give bfloat16; allowed is bfloat16"
+    if rank := config.learner.backend.lora_rank:
+        yield (
+            f"{FP8} with learner.backend.lora_rank={rank}: pushes of adapters are added to weights in model.dtype; leave one of "
+            "the two out"
+        )
+    if tolerance < FP8_NOISE:
+        yield (
+            f"weightsync.canary_tolerance={tolerance:g} with {FP8} would refuse pushes that arrived: what weights lose in fp8 "
+            f"moves log-probs by more; allowed is {FP8_NOISE:g} and more, 0.5 is usual"
         )
 
 

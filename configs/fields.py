@@ -17,7 +17,7 @@ import msgspec
 from msgspec import inspect as reflect
 from msgspec import structs
 
-from . import algorithm, backends, divergence, environments, evaluation, reward, schema, sft
+from . import algorithm, backends, divergence, engines, environments, evaluation, reward, schema, sft
 from .schema import Config
 
 
@@ -106,6 +106,7 @@ MODULES = (
     algorithm,
     backends,
     divergence,
+    engines,
     environments,
     evaluation,
     reward,

@@ -24,7 +24,7 @@ from ..common.modelscope import local_folder
 from ..common.owned_folders import PRIVATE_VARIABLE, private_folder, temporary_environment
 from ..configs import Config
 from ..configs.engine_checks import SERVERS, URL, is_server_url, nodes_of
-from ..configs.schema import ENGINE_OPTIONS, NODES
+from ..configs.engines import ENGINE_OPTIONS, NODES
 from ..errors import ConfigError
 from ..learner.hub import require_model
 from ..rollout.engines.access import ServerFiles

@@ -24,7 +24,7 @@ from ..common.network import address_towards
 from ..configs import Config
 from ..configs.backends import REPLAY
 from ..configs.engine_checks import SERVERS
-from ..configs.schema import ENGINE_OPTIONS, SPLIT
+from ..configs.engines import ENGINE_OPTIONS, QUANTIZATION, SPLIT
 from ..errors import ConfigError, DeadlineExceeded, EngineError
 from ..rollout.engines.access import DESCRIPTION_PATH
 from ..rollout.engines.http_client import HttpClient
@@ -70,6 +70,7 @@ def describe_server(config: Config, instance: str = "") -> ServerDescription:
         "rollout.engine.kind": str(engine.__struct_config__.tag),
         f"{ENGINE_OPTIONS}.{SPLIT}": ranks_of(engine),
         "model.dtype": config.model.dtype,
+        f"{ENGINE_OPTIONS}.{QUANTIZATION}": engine.options.get(QUANTIZATION, "none"),
         "model_type of model.path": shape.model_type,
         **{f"{name} of model.path": size for name, size in sizes.items() if isinstance(size, int)},
         f"learner.backend.options=[{REPLAY}]": REPLAY in config.learner.backend.options,

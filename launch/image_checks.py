@@ -13,8 +13,9 @@ from ..common.modelscope import is_on_modelscope
 from ..configs import Config
 from ..configs.algorithm import Dpo, named_references, needs_critic
 from ..configs.backends import FROZEN_VISION, Megatron
+from ..configs.engine_checks import FP8
+from ..configs.engines import Transformers, is_quantized
 from ..configs.reward import ModelReward
-from ..configs.schema import Transformers
 from ..configs.sft import SftConfig
 from ..errors import ConfigError
 
@@ -60,6 +61,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield "model.path names a model of ModelScope; allowed are a folder and a name on Hugging Face's hub"
     if not isinstance(engine, Transformers) and not isinstance(config, SftConfig):  # which starts no engine
         yield f"rollout.engine.kind={kind_of(engine)} is not given images with token ids here; allowed is transformers"
+    if is_quantized(engine) and not isinstance(config, SftConfig):
+        yield f"{FP8} has no vision tower; leave it out"
     if isinstance(chosen, Megatron):
         yield "learner.backend.kind=megatron has no vision tower; allowed is fsdp2"
         return

@@ -9,7 +9,8 @@ from ..configs import Config
 from ..configs.algorithm import named_references, top_of
 from ..configs.backends import REPLAY, Megatron
 from ..configs.checks import COMMAND
-from ..configs.schema import ENGINE_OPTIONS, SPLIT, parse_memory
+from ..configs.engines import ENGINE_OPTIONS, SPLIT
+from ..configs.schema import parse_memory
 from ..errors import ConfigError
 from .image_checks import check_images
 from .resources import placed_by_ray, ranks_of

@@ -27,6 +27,7 @@ from .. import __version__
 from ..common import accelerator
 from ..configs import Config, check
 from ..configs.engine_checks import nodes_of
+from ..configs.engines import is_quantized
 from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, HubError
@@ -146,6 +147,10 @@ def engine(inputs: RunInputs) -> str:
 
     config = inputs.config
     chosen, others = config.rollout.engine, ""
+    if is_quantized(chosen):
+        from ..rollout.engines.quantized_model import weight_shapes
+
+        weight_shapes(config.model.path)
     if chosen.external:
         from .external_servers import check_servers
 

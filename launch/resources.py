@@ -25,8 +25,9 @@ from ..common.accelerator import CollectiveBackend
 from ..common.replica_names import processes_of, replica_of
 from ..configs import Config
 from ..configs.engine_checks import nodes_of
+from ..configs.engines import ENGINE_OPTIONS, NODES, SPLIT, OptionServers, Servers
 from ..configs.reward import ModelReward
-from ..configs.schema import ENGINE_OPTIONS, NO_AUX_PROCESSES, NODES, SPLIT, OptionServers, Servers
+from ..configs.schema import NO_AUX_PROCESSES
 from ..errors import ConfigError
 
 AUX_MODEL_KINDS = tuple(NO_AUX_PROCESSES)  # kinds of roles of placed auxiliary models

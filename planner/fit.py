@@ -21,8 +21,8 @@ from ..buffer.trajectory import BatchRow, Turn
 from ..configs import Config
 from ..configs.algorithm import plays_greedily, warmup_of
 from ..configs.backends import copy_ranks
+from ..configs.engines import OptionServers
 from ..configs.environments import parts_by_key, shares_of
-from ..configs.schema import OptionServers
 from ..errors import ConfigError
 from ..monitor.metrics import Row
 from .figures import RunFigures, StepSample, figures_of

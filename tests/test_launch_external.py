@@ -201,6 +201,10 @@ def run_of(server: ServedEngine, *overrides: str) -> Config:
         (["model.dtype=bfloat16", "weightsync.canary_tolerance=0.2"], "model.dtype = float32, this run has bfloat16"),
         (["rollout.engine.kind=fake"], "rollout.engine.kind = transformers, this run has fake"),
         (
+            ["rollout.engine.options.quantization=fp8", "weightsync.canary_tolerance=0.2"],
+            "rollout.engine.options.quantization = none, this run has fp8",
+        ),
+        (
             ["learner.backend.options=[router_replay]"],
             "learner.backend.options=[router_replay] = false, this run has true",
         ),

@@ -86,7 +86,7 @@ def test_a_bad_key_is_one_line(
         ),
         (
             ("rollout.engine.kind=transformers", "rollout.engine.options.tensor_parallel_size=2"),
-            ("rollout.engine.options", "max_concurrent"),
+            ("rollout.engine.options.tensor_parallel_size", "quantization"),
         ),
         (
             ("rollout.engine.kind=fake", "rollout.engine.memory=0.85"),

@@ -145,19 +145,30 @@ def test_two_of_each_synchronous_and_a_replica_dies(policy: Path, tmp_path: Path
     assert leftovers(run) == []
 
 
-@pytest.mark.parametrize("kind", ["transformers", "sglang"])
-def test_a_run_on_every_kind_of_server(kind: str, policy: Path, tmp_path: Path) -> None:
+FP8 = ("rollout.engine.options.quantization=fp8", "weightsync.canary_tolerance=0.5")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "least", "most"),  # nats between the log-probs of servers and learner, more where one is in fp8
+    [
+        pytest.param("transformers", FP8, 1e-4, 0.5, id="transformers"),
+        pytest.param("sglang", (), 0, 1e-3, id="sglang"),
+    ],
+)
+def test_a_run_on_every_kind_of_server(
+    kind: str, options: tuple[str, ...], least: float, most: float, policy: Path, tmp_path: Path
+) -> None:
     """The other tests run vLLM. A server that is not installed is an error, as in the conformance suite."""
     run = tmp_path / "run"
-    engine = f"rollout.engine.kind={kind}"
-    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, engine, "learner.steps=3")
+    engine = (f"rollout.engine.kind={kind}", *options)
+    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *engine, "learner.steps=3")
     with forkgate.gated("sglang") if kind == "sglang" else contextlib.nullcontext():
         slipstream(*arguments)
     rows = metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert sum(row["mismatch_tokens"] for row in rows) > 0
-    assert max(row["mismatch_max"] or 0 for row in rows) < 1e-3
-    assert max(row["canary"] for row in rows) < 1e-3
+    assert least <= max(row["mismatch_max"] or 0 for row in rows) < most
+    assert all(least <= row["canary"] < most for row in rows)
     check_accounts(run)
     check_staleness(run)
     assert leftovers(run) == []

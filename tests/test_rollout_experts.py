@@ -17,7 +17,8 @@ from slipstream.agents import Completion
 from slipstream.agents.tree import ConversationTree, Node, cut, joined
 from slipstream.common.routed_experts import RoutedExperts, RouterShape
 from slipstream.configs.backends import Fsdp2
-from slipstream.configs.schema import Agent, Config, Learner, Model, Rollout, Transformers, Vllm
+from slipstream.configs.engines import Transformers, Vllm
+from slipstream.configs.schema import Agent, Config, Learner, Model, Rollout
 from slipstream.errors import ConfigError
 from slipstream.learner.model import read_routers
 from slipstream.rollout.engines.base import FalseReply, PartialCompletion, SamplingParams

@@ -76,7 +76,7 @@ def test_every_argument_that_slipstream_sets_is_refused_by_name(kind: str, folde
         assert set_here - CHOSEN - {"tp-size"} <= owned.keys()
     for name, why in owned.items():
         option = name.replace("-", "_")
-        if option in ("tensor_parallel_size", "nnodes"):
+        if option in ("tensor_parallel_size", "nnodes", "quantization"):
             continue
         with pytest.raises(ConfigError, match=re.escape(f"rollout.engine.options.{option}: {why}")):
             command(kind, folder, **{option: 1})

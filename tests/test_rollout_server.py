@@ -16,7 +16,8 @@ import aiohttp
 import msgspec
 import pytest
 from slipstream.common import accelerator
-from slipstream.configs.schema import Agent, Config, Fake, Model, Rollout, Servers, Transformers, Vllm
+from slipstream.configs.engines import Fake, Servers, Transformers, Vllm
+from slipstream.configs.schema import Agent, Config, Model, Rollout
 from slipstream.errors import ConfigError, with_deadline
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.base import EngineFailure, SamplingParams

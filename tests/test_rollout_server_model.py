@@ -15,6 +15,7 @@ from slipstream.rollout.engines.server.sampling import draw
 from slipstream.rollout.engines.transformers.engine import serve
 from slipstream.rollout.engines.transformers.model_runner import TransformersModelRunner
 from slipstream.tests import tiny
+from slipstream.weightsync import fp8
 from slipstream.weightsync.plan import FileSource, TransferPlan
 from transformers import (
     AutoModelForCausalLM,
@@ -304,7 +305,7 @@ def test_while_a_server_sleeps_it_holds_neither_weights_nor_cache_and_then_goes_
 
 def plan(tensors: dict[str, torch.Tensor]) -> TransferPlan:
     shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
-    dtypes = ("float32",) * len(tensors)
+    dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
     return TransferPlan(7, tuple(tensors), dtypes, shapes, 1 << 20, FileSource("/nowhere"), "", False, "", "engine-0")
 
 
@@ -322,6 +323,22 @@ def test_a_push_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(WeightSyncError, match=what):
             weights.check(plan(changed))
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_weights_in_fp8_are_computed_with_as_what_their_numbers_are(tmp_path: Path, moe: bool) -> None:
+    """In any order; of sizes that are no multiples of a block, and with experts that transformers holds as one tensor."""
+    served = serve(options(tiny.tiny_qwen3(tmp_path / "served", moe=moe)))
+    folder = tiny.tiny_qwen3(tmp_path / "pushed", seed=1, moe=moe)
+    pushed = list(fp8.quantized(tiny.weights(folder).items()))
+    served.weights.check(plan(dict(pushed)))
+    served.weights.load(pushed[::-1])
+    expected = tiny.load(tiny.rounded_to_fp8(folder, tmp_path / "rounded"))
+    ids = prompts(40)[0]
+    rows = tiny.logprobs(expected, list(ids))
+    scored = torch.tensor(runner_of(served).score(ids))
+    assert float((scored - rows.gather(1, torch.tensor(ids)[1:, None])[:, 0]).abs().max()) < TOLERANCE
+    assert float((rows - tiny.logprobs(tiny.load(folder), list(ids))).abs().max()) > 100 * TOLERANCE
 
 
 # ---- sampling

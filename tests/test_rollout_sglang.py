@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout, Sglang, Vllm
+from slipstream.configs.engines import Sglang, Vllm
+from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout
 from slipstream.errors import ConfigError, EngineError
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.base import SamplingParams

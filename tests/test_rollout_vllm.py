@@ -16,7 +16,8 @@ import pytest
 from aiohttp import web
 from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
-from slipstream.configs.schema import Config, Model, Partial, Rollout, Vllm
+from slipstream.configs.engines import Vllm
+from slipstream.configs.schema import Config, Model, Partial, Rollout
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.base import EngineFailure, EngineLoad, SamplingParams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +12,15 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from slipstream.agents import Completion
-from slipstream.configs.schema import Agent, Config, Model, Rollout, Vllm
+from slipstream.configs.engines import Vllm
+from slipstream.configs.schema import Agent, Config, Model, Rollout
 from slipstream.launch.launchers.local import free_ports
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.vllm import launch as vllm_server
 from slipstream.tests.cache import cached
+from slipstream.weightsync import fp8
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -31,15 +34,17 @@ VOCABULARY = 512
 CONTEXT = 1024
 
 
-def tiny_qwen3(folder: Path, seed: int = 0, *, tied: bool = True, moe: bool = False) -> Path:
-    """Write a Qwen3 of 0.2 M random parameters (float32, no tokenizer) to `folder`, and return the folder.
+def tiny_qwen3(folder: Path, seed: int = 0, *, tied: bool = True, moe: bool = False, wide: bool = False) -> Path:
+    """Write a Qwen3 of 0.2 M random parameters (float32, no tokenizer) to `folder`, and return the folder. A `wide` one has 1.3 M:
+    all sizes of its linear layers are multiples of 128, as kernels for fp8 want them.
 
     Weights are spread widely enough that its distributions are far from uniform: a wrong tensor shows in the log-probs.
     """
-    return cached(folder, f"tiny_qwen3 {seed} {tied} {moe}", lambda folder: _make_qwen3(folder, seed, tied, moe))
+    named = f"tiny_qwen3 {seed} {tied} {moe}{' wide' if wide else ''}"
+    return cached(folder, named, lambda folder: _make_qwen3(folder, seed, tied, moe, wide))
 
 
-def _make_qwen3(folder: Path, seed: int, tied: bool, moe: bool) -> None:
+def _make_qwen3(folder: Path, seed: int, tied: bool, moe: bool, wide: bool) -> None:
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCABULARY,
@@ -57,8 +62,11 @@ def _make_qwen3(folder: Path, seed: int, tied: bool, moe: bool) -> None:
         "initializer_range": 0.1,
         "dtype": "float32",
     }
+    if wide:
+        common |= {"hidden_size": 256, "intermediate_size": 384, "head_dim": 128, "initializer_range": 0.05}
     if moe:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        inside = 128 if wide else 64
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": inside, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
@@ -121,6 +129,15 @@ def vllm(
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Hugging Face name -> tensor, as stored: tied tensors once, experts one by one."""
     return load_file(folder / "model.safetensors")
+
+
+def rounded_to_fp8(folder: Path, copy: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A copy of a model folder, at `copy`, with the numbers that its weights are in fp8, and else in `dtype`."""
+    shutil.copytree(folder, copy)
+    served = {name: tensor.to(dtype) for name, tensor in weights(folder).items()}
+    rounded = fp8.dequantized(fp8.quantized(served.items()), torch.float32)
+    save_file({name: tensor.float() for name, tensor in rounded}, copy / "model.safetensors", {"format": "pt"})
+    return copy
 
 
 def canary(model: PreTrainedModel) -> tuple[list[int], list[float]]:

@@ -34,6 +34,7 @@ from ..common.spans import RecordSpan, no_record, timed
 from ..configs.schema import Partial, TransportKind
 from ..errors import EngineError, WeightSyncError
 from ..rpc.security import PeerTable
+from . import fp8
 from .broadcast import BroadcastTransport
 from .plan import AckCollector, PushReport
 from .replica import (
@@ -84,6 +85,7 @@ class Publisher:
         canary_tolerance: float,  # largest difference of a canary log-prob, in nats
         cohort: int = 0,  # replicas that change weights at the same time; 0 is a quarter of them, at least one
         partial: Partial = "recompute",
+        quantized: bool = False,  # linear layers are pushed in fp8, see `fp8.py`
         on_served: Callable[[str, int], None] | None = None,  # (replica, version), as soon as it is verified
         on_lost: Callable[[str, str], None] | None = None,  # (replica, reason), at every failure
         on_asleep: Callable[[str], None] | None = None,  # (replica), as soon as it has freed its memory
@@ -105,6 +107,7 @@ class Publisher:
         self._tolerance = canary_tolerance
         self.cohort = cohort  # may change between two pushes
         self._partial: Partial = partial
+        self._quantized = quantized
         self._on_served = on_served
         self._on_lost, self._on_asleep = on_lost, on_asleep
         self._targets: dict[str, PushTarget] = {}
@@ -139,7 +142,8 @@ class Publisher:
         if none does yet. Raises WeightSyncError: a replica took the weights twice and still does not compute what the learner
         computes."""
         canary = Canary(tuple(canary_ids), tuple(canary_logprobs))
-        snapshot = await take_snapshot(version, named_weights, self._spool, canary)
+        weights = fp8.quantized(named_weights) if self._quantized else named_weights
+        snapshot = await take_snapshot(version, weights, self._spool, canary)
         await self._cancel_catch_up()
         async with self._lock:
             self._snapshot = snapshot

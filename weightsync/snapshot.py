@@ -28,6 +28,7 @@ import xxhash
 
 from ..common.tasks import in_thread
 from ..errors import StateError, WeightSyncError
+from . import fp8
 from .plan import Source, TransferPlan
 from .stored_tensors import StoredTensors, as_bytes, layout_of
 
@@ -108,7 +109,7 @@ async def take_snapshot(
 
     def write(arrived: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in arrived:
-            if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            if not _is_finite(tensor):
                 raise WeightSyncError(
                     f"version {version} is not pushed: {name} holds numbers that are not finite in {_named(tensor.dtype)}; lower "
                     "learner.optimizer.lr and resume from the checkpoint before"
@@ -137,6 +138,13 @@ async def take_snapshot(
         if writing is not None and not writing.done():
             await asyncio.wait({writing})
     return WeightSnapshot(version, tuple(names), tensors, total.hexdigest(), canary)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every number is; torch compares no numbers in fp8, where all but NaN are."""
+    if tensor.dtype == fp8.DTYPE:
+        return not bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _unwritable(version: int, folder: Path, error: OSError) -> WeightSyncError:

@@ -23,6 +23,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
 from ..errors import WeightSyncError
+from .fp8 import check_scales
 from .plan import TransferPlan
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,12 @@ WEIGHT, DOWN, UP = ".weight", ".lora_A.weight", ".lora_B.weight"
 
 
 def check_weights(plan: TransferPlan, known: Shapes | None, *, optional: Set[str]) -> None:
-    """Compare a plan with the checkpoint that the model was first loaded from; None skips the check. Raises WeightSyncError: a name
-    is unknown, is missing and not in `optional`, or has another shape."""
+    """Compare a plan with the checkpoint that the model was first loaded from; None skips that. Raises WeightSyncError: a name is
+    unknown, is missing and not in `optional`, or has another shape; a weight in fp8 and its scales are not both there."""
+    dtypes = dict(zip(plan.names, plan.dtypes, strict=True))
+    given = check_scales(dict(zip(plan.names, plan.shapes, strict=True)), dtypes)
     if known is None:
         return
-    given = dict(zip(plan.names, plan.shapes, strict=True))
     if are_adapters(given):
         return check_adapters(given, known)
     if unknown := sorted(given.keys() - known.keys()):

@@ -17,8 +17,9 @@ import msgspec
 
 from ...common.accelerator import ANYWHERE, CUDA, KINDS, AcceleratorKind
 from ...configs import Config
+from ...configs.engines import ENGINE_OPTIONS, NODES, SPLIT, Fake
 from ...configs.reward import ModelReward
-from ...configs.schema import ENGINE_OPTIONS, NODES, SPLIT, Fake, parse_size
+from ...configs.schema import parse_size
 from ...errors import ConfigError
 from ..resources import needed_gpus
 from ..supervisor.processes import role_names

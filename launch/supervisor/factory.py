@@ -22,8 +22,9 @@ from ...common.tasks import run_or_stop
 from ...configs.algorithm import Gae, needs_critic, needs_reference, reference_paths, top_of
 from ...configs.backends import REPLAY, Fsdp2, Megatron
 from ...configs.checks import COMMAND
+from ...configs.engines import Fake, Sglang, Transformers, is_quantized
 from ...configs.reward import Classifier, Judge
-from ...configs.schema import Config, Fake, Model, Sglang, Transformers
+from ...configs.schema import Config, Model
 from ...configs.sft import SftConfig
 from ...errors import ConfigError
 from ...weightsync.fleet import FalseReplies, ReplicaInfo, ReportReplica, following_fleet
@@ -384,6 +385,7 @@ async def make_publisher(
             canary_tolerance=config.weightsync.canary_tolerance,
             cohort=config.weightsync.cohort,
             partial=config.rollout.partial,
+            quantized=is_quantized(config.rollout.engine),
             on_served=targets.served,
             on_lost=targets.lost,
             on_asleep=targets.asleep,

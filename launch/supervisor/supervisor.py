@@ -46,7 +46,7 @@ from ...common.owned_folders import SHARED_MEMORY, WEIGHTS, sweep
 from ...common.replica_names import replica_of
 from ...common.tasks import Stopped, run_or_stop
 from ...configs import Config
-from ...configs.schema import Fake
+from ...configs.engines import Fake
 from ...errors import Interrupted, first_cause, with_deadline
 from ...learner.checkpoint import checkpoints, read_state
 from ...monitor.log import logged_to

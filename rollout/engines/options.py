@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from ...configs.schema import ENGINE_OPTIONS as KEY
-from ...configs.schema import NODES, SPLIT
+from ...configs.engines import ENGINE_OPTIONS as KEY
+from ...configs.engines import NODES, QUANTIZATION, SPLIT
 from ...errors import ConfigError
 
 SCRIPT = Path(__file__).with_name("parse_options.py")
@@ -56,7 +56,7 @@ def owned_arguments(by_key: Mapping[str, str], *, needed: Sequence[str], unsuppo
     """Arguments that are refused, and why: those that a key of ours sets, those that Slipstream `needed` as it sets them, and those
     with which weights would not reach all of a replica. What all servers have is among them."""
     keys = {"host": "launch.kind", "port": "launch.ports.first", "dtype": "model.dtype", "seed": "seed", **by_key}
-    keys["tensor-parallel-size"], keys[NODES] = f"{KEY}.{SPLIT}", f"{KEY}.{NODES}"
+    keys |= {name.replace("_", "-"): f"{KEY}.{name}" for name in (SPLIT, NODES, QUANTIZATION)}
     private = ("served-model-name", "api-key", "ssl-certfile", "ssl-keyfile", "ssl-ca-certs")
     return {
         **{name: f"{key} sets this argument" for name, key in keys.items()},
@@ -64,7 +64,6 @@ def owned_arguments(by_key: Mapping[str, str], *, needed: Sequence[str], unsuppo
         **dict.fromkeys(
             unsupported, "a replica is one server whose ranks all take part in a push of weights; add replicas"
         ),
-        "quantization": "weights are pushed in model.dtype, which a quantized server would not take",
     }
 
 

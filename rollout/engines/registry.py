@@ -8,7 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
-from ...configs.schema import Config, Fake, OptionServers, Servers, Sglang, Transformers, Vllm
+from ...configs.engines import Fake, OptionServers, Servers, Sglang, Transformers, Vllm
+from ...configs.schema import Config
 from .access import ServerFiles
 from .launch_common import ServerNode, node_environment
 from .options import check_by_parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from slipstream.configs.schema import Fake, Servers, Sglang, Transformers, Vllm
+from slipstream.configs.engines import Fake, Servers, Sglang, Transformers, Vllm
 
 OFFERS = {
     "exact": "tokens and log-probs of transformers, within 1e-4 nats in float32",
@@ -22,6 +22,7 @@ OFFERS = {
     "shared": "transport `shared`",
     "disk": "transport `disk`",
     "delta": "transport `delta`",
+    "fp8": "weights in fp8 (`rollout.engine.options: {quantization: fp8}`; vLLM on GPUs only)",
     "untied": "untied embeddings",
     "moe": "mixture of experts",
     "tensor parallel": "a replica over several processes",
@@ -34,6 +35,7 @@ OFFERS = {
 _SGLANG_SEED = "SGLang uses a request's seed only in its deterministic mode, which has no CPU backend"
 _OURS_ON_ONE_DEVICE = "our own server holds the model in one process; larger models need vLLM or SGLang"
 _OURS_IN_ONE_PROCESS = "server and model are one process"
+_PUSHED_AS_THEY_ARE = "how it loads fp8 a second time is not known: no GPU was there to try it"
 _SLEEPS_ON_GPUS = "it frees memory on GPUs only, where it was not run yet (docs/gpu.md)"
 
 
@@ -60,7 +62,7 @@ class Kind(msgspec.Struct, frozen=True):
 
 KINDS = (
     Kind("vllm", Vllm),
-    Kind("sglang", Sglang, {"seed": _SGLANG_SEED, "sleep": _SLEEPS_ON_GPUS}),
+    Kind("sglang", Sglang, {"seed": _SGLANG_SEED, "fp8": _PUSHED_AS_THEY_ARE, "sleep": _SLEEPS_ON_GPUS}),
     Kind(
         "transformers",
         Transformers,

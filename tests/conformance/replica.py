@@ -54,6 +54,8 @@ def make_publisher(
     bucket_bytes: int = 64 << 10,
     push_s: float = 60.0,
     backend: CollectiveBackend = "gloo",
+    tolerance: float = reference.TOLERANCE,
+    quantized: bool = False,
 ) -> Publisher:
     """A publisher to `engines` as the learner makes one; weights are several buckets, files go below `folder`."""
     return Publisher(
@@ -66,8 +68,9 @@ def make_publisher(
         device=torch.device("cpu") if backend == "gloo" else accelerator.device_of_rank(0),
         bucket_bytes=bucket_bytes,
         push_s=push_s,
-        canary_tolerance=reference.TOLERANCE,
+        canary_tolerance=tolerance,
         partial=partial,
+        quantized=quantized,
     )
 
 

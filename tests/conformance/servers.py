@@ -17,13 +17,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import psutil
 from slipstream.common.owned_folders import PRIVATE_VARIABLE
 from slipstream.common.process import set_parent_death_signal
-from slipstream.configs.schema import Agent, Config, Launch, Model, OptionServers, Partial, Rollout
+from slipstream.configs.schema import Agent, Config, Launch, Model, Partial, Rollout
 from slipstream.errors import DeadlineExceeded
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.access import DESCRIPTION, ServerAccess, ServerFiles, make_access, write_private
@@ -48,15 +48,15 @@ def configure(
     partial: Partial = "recompute",
     options: dict[str, Any] | None = None,
     colocated: bool = False,
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Config:
     """The configuration of a run whose servers are of `kind`, with `options`, serve the model in `folder`, and sleep while the
     learner steps where they are `colocated`."""
     engine = kind.engine(max_concurrent=MAX_CONCURRENT, memory="64MiB", start_s=START_S)
     if options:
-        assert isinstance(engine, OptionServers)
         engine = msgspec.structs.replace(engine, options=options)
     return Config(
-        model=Model(path=str(folder)),
+        model=Model(path=str(folder), dtype=dtype),
         agent=Agent(max_tokens=tiny.CONTEXT),
         rollout=Rollout(engine=engine, partial=partial),  # type: ignore[arg-type]
         launch=Launch(kind="colocated" if colocated else "local"),

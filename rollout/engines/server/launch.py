@@ -13,7 +13,8 @@ import msgspec
 
 from ....common import accelerator
 from ....configs.backends import REPLAY
-from ....configs.schema import Config, Fake, Transformers
+from ....configs.engines import Fake, Transformers
+from ....configs.schema import Config
 from ....errors import ConfigError
 from ..access import ServerFiles
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory

@@ -6,6 +6,8 @@ Invariants:
 - `check` compares every name and shape before a byte is received.
 - Parameters are overwritten in place: tied ones stay tied, and references to the model stay valid.
 - A push has every parameter, so that none needs a copy while a server sleeps.
+- Weights in fp8 are dequantized as they are loaded: the model computes what their numbers are, in its own dtype, and takes the
+  memory of that.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ....common.images import FAMILIES
 from ....common.vision import attention_of
 from ....errors import ConfigError
 from ....weightsync.checkpoint_layout import CheckpointLayout, Part
+from ....weightsync.fp8 import dequantized
 from ....weightsync.plan import TransferPlan
 from ....weightsync.weight_check import Shapes, check_weights
 
@@ -33,6 +36,7 @@ class ModelWeights:
     def __init__(self, model: PreTrainedModel) -> None:
         self._held: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         self._layout = CheckpointLayout(model)
+        self._dtype = model.dtype
         self.shapes = checkpoint_shapes(model)  # of every tensor that a push may hold
         self.optional = frozenset(getattr(model, "all_tied_weights_keys", None) or {})  # tied: a push may lack these
         self._routes = {name: self._layout.route(name, shape) for name, shape in self.shapes.items()}
@@ -63,7 +67,7 @@ class ModelWeights:
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Overwrite the parameters with `tensors`, which passed `check`."""
         fused: dict[str, list[Part]] = defaultdict(list)
-        for name, tensor in tensors:
+        for name, tensor in dequantized(tensors, self._dtype):
             target, pattern = self._routes[name]
             if pattern is None:
                 self._held[target].copy_(tensor)

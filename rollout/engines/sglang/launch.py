@@ -22,7 +22,8 @@ import msgspec
 from ....common.accelerator import CUDA, NPU, XPU
 from ....common.kv_cache import kv_bytes_per_token
 from ....common.modelscope import local_folder
-from ....configs.schema import Config, Sglang
+from ....configs.engines import Sglang
+from ....configs.schema import Config
 from ....errors import ConfigError
 from ..access import ServerFiles
 from ..http_client import SERVER_KEEPALIVE_S

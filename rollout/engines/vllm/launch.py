@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from ....configs.backends import REPLAY
-from ....configs.engine_checks import nodes_of
-from ....configs.schema import ENGINE_OPTIONS, Config, Vllm
+from ....configs.engine_checks import FP8, nodes_of
+from ....configs.engines import ENGINE_OPTIONS, Vllm, is_quantized
+from ....configs.schema import Config
 from ....errors import ConfigError
 from ..access import ServerFiles, TokenGuard
 from ..http_client import SERVER_KEEPALIVE_S
@@ -106,6 +107,8 @@ def command(
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
         **memory(engine.memory, cpu),
     }
+    if is_quantized(engine):
+        arguments |= _quantized(config, engine, cpu)
     switches = ["--tokens-only", "--enable-prefix-caching", DETAILS]
     if REPLAY in config.learner.backend.options:
         if cpu:
@@ -123,6 +126,26 @@ def command(
         module = FOLLOWER if node.rank else MODULE
     line = command_line(arguments, *switches, cpu=cpu, files=files, module=module)
     return [*line, *arguments_of(engine.passed_on)]
+
+
+def _quantized(config: Config, engine: Vllm, cpu: bool) -> dict[str, object]:
+    """Arguments of a server whose linear layers are in fp8: it starts without weights, as a server of a checkpoint in fp8, and has
+    the first push's. Raises ConfigError."""
+    if cpu:
+        raise ConfigError(
+            f"{FP8}: vLLM computes in fp8 on GPUs only; leave it out, or take rollout.engine.kind=transformers"
+        )
+    drafts = {name: engine.options[name] for name in SPECULATION if name in engine.options}
+    if drafts and "ngram" not in str(drafts):
+        raise ConfigError(
+            f"{ENGINE_OPTIONS}.{next(iter(drafts))} with {FP8}: a model of drafts would start without weights, too, and no push "
+            "brings them; allowed is the method ngram"
+        )
+    refuse_owned(engine.passed_on, dict.fromkeys(("load-format", "hf-overrides"), f"{FP8} sets this argument"))
+    from ..quantized_model import quantization_config  # imports torch
+
+    told = quantization_config(config.model.path, engine.tensor_parallel)
+    return {"load-format": "dummy", "hf-overrides": json.dumps({"quantization_config": told})}
 
 
 def command_line(
