@@ -11,8 +11,10 @@ import torch
 from PIL import Image as Pillow
 from PIL import ImageDraw
 from slipstream.agents import load_renderer
+from slipstream.agents.chat_images import placed_images
+from slipstream.agents.session import to_chat
 from slipstream.common.image_processor import ImageProcessor
-from slipstream.common.images import PlacedImage
+from slipstream.common.images import PlacedImage, PromptImage
 from slipstream.configs.schema import Agent
 from slipstream.envs import Image, Message, Observation, SimpleEnv, StepResult, Task
 from slipstream.launch.init_model import TinyModelShape, init_model
@@ -67,12 +69,34 @@ def seeing_policy(folder: Path) -> Path:
     return cached(folder, f"seeing_policy {SHAPE}", make)
 
 
+class Prompt:
+    """Messages as a server is given them."""
+
+    def __init__(self, policy: Path, *messages: Message) -> None:
+        rendered = renderer_of(policy).render(to_chat(messages), add_generation_prompt=True)
+        self.token_ids = tuple(rendered.token_ids)
+        self.placed, self.files = placed_images(rendered, messages)
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        return tuple(PromptImage(one.start, one.end, self.files[one.digest]) for one in self.placed)
+
+
 def renderer_of(policy: Path) -> Any:
     return load_renderer("qwen3-vl", load_tokenizer(str(policy)), thinking=False)
 
 
 def plain_model(policy: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(policy, dtype=torch.float32).eval()
+
+
+def with_second_placeholder(model: Any, placeholder: int) -> int:
+    """Add a token to the vocabulary that is read as `placeholder` is without an image, and return it: transformers takes
+    `placeholder` itself for an image wherever it stands. The head stays as it is."""
+    embeddings = model.get_input_embeddings().weight.detach()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.get_input_embeddings().weight = torch.nn.Parameter(torch.cat([embeddings, embeddings[placeholder, None]]))
+    return len(embeddings)
 
 
 def plain_logits(

@@ -27,8 +27,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ((), "rollout.engine.kind=vllm is not given images with token ids here; allowed is transformers: '"),
-        (("rollout.engine.kind=sglang",), "rollout.engine.kind=sglang is not given images"),
+        (
+            ("rollout.engine.kind=sglang",),
+            "rollout.engine.kind=sglang is not given images with token ids here; allowed are transformers and vllm: '",
+        ),
         (
             (SERVER, "learner.backend.kind=megatron"),
             "learner.backend.kind=megatron has no vision tower; allowed is fsdp2",
@@ -56,6 +58,7 @@ def test_what_takes_no_images_is_refused_by_one_line(policy: Path, keys: tuple[s
 
 
 def test_what_takes_images_is_not_refused(policy: Path) -> None:
+    check_images(load("quickstart", [f"model.path={policy}", "rollout.engine.kind=vllm"]))
     for options in ("[]", "[recompute, frozen_vision]"):
         check_images(load("quickstart", [f"model.path={policy}", SERVER, f"learner.backend.options={options}"]))
     kl = f"learner.algorithm.kl={{kind: loss, coefficient: 0.1, reference: {policy}}}"

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.agents.chat_images import placed_images
-from slipstream.agents.session import to_chat
 from slipstream.common import image_processor
 from slipstream.common.image_processor import ImageProcessor
 from slipstream.common.images import PlacedImage, PromptImage
 from slipstream.envs import Message
 from slipstream.learner.model import load_tokenizer
 from slipstream.rollout.engines.base import SamplingParams
+from slipstream.rollout.engines.image_parts import ImagePart
 from slipstream.rollout.engines.server.contract import RequestLimits, SampledToken, Sequence
 from slipstream.rollout.engines.server.protocol import BadRequest, GenerateRequest, WireSamplingParams
 from slipstream.rollout.engines.transformers import model_runner
@@ -23,27 +22,22 @@ from slipstream.rollout.engines.transformers.engine import load_model
 from slipstream.rollout.engines.transformers.images import SeenImages
 from slipstream.rollout.engines.transformers.model_runner import TransformersModelRunner
 from slipstream.rollout.engines.transformers.paging import PAGE
-from slipstream.tests.seeing import asked, picture, plain_logits, plain_model, renderer_of, seeing_policy
+from slipstream.tests.seeing import (
+    Prompt,
+    asked,
+    picture,
+    plain_logits,
+    plain_model,
+    seeing_policy,
+    with_second_placeholder,
+)
 
 TOLERANCE = 1e-4  # nats
 SAMPLED = 6
 
 
-class Prompt:
-    """Messages as a server is given them."""
-
-    def __init__(self, policy: Path, *messages: Message) -> None:
-        rendered = renderer_of(policy).render(to_chat(messages), add_generation_prompt=True)
-        self.token_ids = tuple(rendered.token_ids)
-        self.placed, self.files = placed_images(rendered, messages)
-
-    @property
-    def images(self) -> tuple[PromptImage, ...]:
-        return tuple(PromptImage(one.start, one.end, self.files[one.digest]) for one in self.placed)
-
-    def sequence(self, id: str, **sampling: Any) -> Sequence:
-        params = SamplingParams(max_tokens=SAMPLED, seed=3, **sampling)
-        return Sequence(id, self.token_ids, params, images=self.images)
+def sequence(prompt: Prompt, id: str) -> Sequence:
+    return Sequence(id, prompt.token_ids, SamplingParams(max_tokens=SAMPLED, seed=3), images=prompt.images)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +87,7 @@ def test_log_probs_are_the_models_own(policy: Path, monkeypatch: pytest.MonkeyPa
     }
     for budget in (1024, 7):
         monkeypatch.setattr(model_runner, "BATCH_TOKENS", budget)
-        found = decode(make_runner(policy), *(prompt.sequence(name) for name, prompt in prompts.items()))
+        found = decode(make_runner(policy), *(sequence(prompt, name) for name, prompt in prompts.items()))
         for name, prompt in prompts.items():
             assert_exact(policy, prompt, found[name])
 
@@ -104,16 +98,16 @@ def test_a_prefix_is_shared_by_equal_images_only(policy: Path, monkeypatch: pyte
     red, blue = (Prompt(policy, asked(picture(color), text=long)) for color in ("red", "blue"))
     assert red.token_ids == blue.token_ids
     runner = make_runner(policy)
-    assert_exact(policy, red, decode(runner, red.sequence("a"))["a"])
+    assert_exact(policy, red, decode(runner, sequence(red, "a"))["a"])
     read: list[int] = []
     load = runner._images.load  # type: ignore[union-attr]
     monkeypatch.setattr(
         runner._images, "load", lambda pieces: read.append(sum(e - s for _, s, e in pieces)) or load(pieces)
     )
-    assert_exact(policy, red, decode(runner, red.sequence("b"))["b"])
+    assert_exact(policy, red, decode(runner, sequence(red, "b"))["b"])
     assert read[0] == len(red.token_ids) - PAGE  # a block, the image in it, was there
     read.clear()
-    assert_exact(policy, blue, decode(runner, blue.sequence("c"))["c"])
+    assert_exact(policy, blue, decode(runner, sequence(blue, "c"))["c"])
     assert read[0] == len(blue.token_ids)
 
 
@@ -140,7 +134,7 @@ def test_a_sampled_placeholder_is_a_token_like_any_other(policy: Path) -> None:
     pad = load_tokenizer(str(policy)).get_vocab()["<|image_pad|>"]
     prompt = Prompt(policy, asked(picture("red")))
     runner = make_runner(policy)
-    runner.add(prompt.sequence("a"))
+    runner.add(sequence(prompt, "a"))
     running = runner._running["a"]
     tokens: list[SampledToken] = []
     while not tokens:
@@ -148,17 +142,12 @@ def test_a_sampled_placeholder_is_a_token_like_any_other(policy: Path) -> None:
     state = runner._scheduler.active_requests["a"]
     state.tokens_to_process, state.generated_tokens[-1], running.tokens[-1] = [pad], pad, pad
     (after,) = runner.step()
-    ids = [*prompt.token_ids, pad, after.token]
     with torch.no_grad():
         model = plain_model(policy)
-        # transformers' own forward would take the id for an image: another one has its embedding here, and its old place in the
-        # head.
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-        embeddings = model.get_input_embeddings().weight
-        free = len(embeddings) - 1
-        embeddings[free] = embeddings[pad]
-        logits = plain_logits(policy, model, [*prompt.token_ids, free], prompt.placed, prompt.files)[-1].log_softmax(-1)
-    assert after.logprob == pytest.approx(float(logits[ids[-1]]), abs=TOLERANCE)
+        second = with_second_placeholder(model, pad)
+        ids = [*prompt.token_ids, second]
+        logits = plain_logits(policy, model, ids, prompt.placed, prompt.files)[-1].log_softmax(-1)
+    assert after.logprob == pytest.approx(float(logits[after.token]), abs=TOLERANCE)
     runner.abort("a")
     assert not runner.busy()
 
@@ -169,7 +158,8 @@ def test_an_image_that_does_not_fit_its_tokens_is_refused(policy: Path) -> None:
     (image,) = prompt.images
 
     def request(*images: PromptImage) -> GenerateRequest:
-        return GenerateRequest(prompt.token_ids, WireSamplingParams(), images=images)
+        parts = tuple(ImagePart.of(image, "") for image in images)
+        return GenerateRequest(prompt.token_ids, WireSamplingParams(), content_parts=parts)
 
     for wrong, why in [
         (PromptImage(image.start, image.end, picture("red", 64, 64)), "came with 4 tokens, it has 16"),
@@ -187,6 +177,12 @@ def test_an_image_that_does_not_fit_its_tokens_is_refused(policy: Path) -> None:
     ]:
         with pytest.raises(BadRequest, match=why):
             request(*wrong).sequence(limits)
+    for part, why in [
+        (ImagePart("data:image/png;base64,#", f"{image.start}-{image.end}-"), "an image's url is no base64"),
+        (ImagePart(ImagePart.of(image, "").url, f"{image.start}"), "is called '4'; allowed are START-END-SALT"),
+    ]:
+        with pytest.raises(BadRequest, match=why):
+            GenerateRequest(prompt.token_ids, WireSamplingParams(), content_parts=(part,)).sequence(limits)
     with pytest.raises(BadRequest, match="takes none"):
         request(image).sequence(RequestLimits(512, 200))
 

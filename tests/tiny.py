@@ -142,7 +142,8 @@ def rounded_to_fp8(folder: Path, copy: Path, dtype: torch.dtype = torch.float32)
 
 def canary(model: PreTrainedModel) -> tuple[list[int], list[float]]:
     """A fixed prompt, and the log-probs that `model` computes for all its tokens but the first."""
-    ids = [(31 * i * i + 7 * i) % VOCABULARY for i in range(48)]
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = [(31 * i * i + 7 * i) % vocabulary for i in range(48)]
     rows = logprobs(model, ids)
     return ids, [float(row[token]) for row, token in zip(rows, ids[1:], strict=True)]
 

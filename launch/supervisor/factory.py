@@ -29,6 +29,7 @@ from ...configs.sft import SftConfig
 from ...errors import ConfigError
 from ...weightsync.fleet import FalseReplies, ReplicaInfo, ReportReplica, following_fleet
 from ..external_servers import push_address
+from ..image_checks import SERVERS
 from ..peers import following_peers, request_access, trusting
 from ..resources import ranks_of
 from ..run_context import RunContext
@@ -87,7 +88,7 @@ def make_engine(
         access=access.of(replica.name, replica.certificate),
         versions=versions,
         routers=read_routers(config.model.path) if REPLAY in config.learner.backend.options else None,
-        takes_images=isinstance(engine, Transformers) and has_images(config.model.path),
+        takes_images=isinstance(engine, SERVERS) and has_images(config.model.path),
     )
 
 

@@ -81,7 +81,8 @@ class HttpEngine(HttpClient, ABC):
         access: see `HttpClient`; the token for control where weights are pushed.
         versions: which versions exist; None for a client that asks for no completions, and for one that takes any version.
         routers: those of the model, of a server that records which experts they choose; None for one that does not.
-        takes_images: whether the server takes the images of a prompt with its token ids: our own does, for a model that has any.
+        takes_images: whether the server takes the images of a prompt with its token ids; our own and vLLM's do, for a model that
+            sees some.
     """
 
     generate_path: ClassVar[str]
@@ -123,8 +124,10 @@ class HttpEngine(HttpClient, ABC):
         self.takes_images = takes_images
 
     @abstractmethod
-    def completion_request(self, token_ids: Sequence[int], sampling: SamplingParams, salt: str) -> Body:
-        """The body of a streamed completion."""
+    def completion_request(
+        self, token_ids: Sequence[int], sampling: SamplingParams, salt: str, images: Sequence[PromptImage] = ()
+    ) -> Body:
+        """The body of a streamed completion; of `images` only where the client `takes_images`."""
 
     @abstractmethod
     def score_request(self, token_ids: Sequence[int], salt: str) -> Body:
@@ -198,10 +201,10 @@ class HttpEngine(HttpClient, ABC):
         self._check_prompt(token_ids)
         limited = min(sampling.max_tokens, self.max_model_len - len(token_ids))
         sampling = msgspec.structs.replace(sampling, max_tokens=limited)
-        body = self.completion_request(token_ids, sampling, uuid.uuid4().hex if version is None else str(version))
         if images and not self.takes_images:
             raise PolicyError(f"{self.name} takes no images; see rollout.engine.kind")
-        body |= {"images": list(images)} if images else {}
+        salt = uuid.uuid4().hex if version is None else str(version)
+        body = self.completion_request(token_ids, sampling, salt, images)
         answer = self.stream_type(self, sampling, len(token_ids))
         if growing is not None:
             growing.certain = lambda: answer.certain(version)

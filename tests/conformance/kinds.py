@@ -27,6 +27,7 @@ OFFERS = {
     "moe": "mixture of experts",
     "tensor parallel": "a replica over several processes",
     "compute process": "a process of its own computes; its death is reported at once",
+    "images": "images in prompts, at the tokens that a request names ([images](images.md))",
     "cancel": "the request of a caller that leaves ends",
     "sleep": "sleeps until the next push, and loses no token (`launch.kind: colocated`; vLLM frees nothing on a CPU)",
 }
@@ -36,6 +37,9 @@ _SGLANG_SEED = "SGLang uses a request's seed only in its deterministic mode, whi
 _OURS_ON_ONE_DEVICE = "our own server holds the model in one process; larger models need vLLM or SGLang"
 _OURS_IN_ONE_PROCESS = "server and model are one process"
 _PUSHED_AS_THEY_ARE = "how it loads fp8 a second time is not known: no GPU was there to try it"
+_SGLANG_IMAGES = (
+    "SGLang takes every placeholder among the token ids for an image, sampled ones, too ([images](images.md#servers))"
+)
 _SLEEPS_ON_GPUS = "it frees memory on GPUs only, where it was not run yet (docs/gpu.md)"
 
 
@@ -62,7 +66,11 @@ class Kind(msgspec.Struct, frozen=True):
 
 KINDS = (
     Kind("vllm", Vllm),
-    Kind("sglang", Sglang, {"seed": _SGLANG_SEED, "fp8": _PUSHED_AS_THEY_ARE, "sleep": _SLEEPS_ON_GPUS}),
+    Kind(
+        "sglang",
+        Sglang,
+        {"seed": _SGLANG_SEED, "fp8": _PUSHED_AS_THEY_ARE, "sleep": _SLEEPS_ON_GPUS, "images": _SGLANG_IMAGES},
+    ),
     Kind(
         "transformers",
         Transformers,
@@ -73,6 +81,7 @@ KINDS = (
         Fake,
         {
             "prefix cache": "it computes every prompt anew; it is for fault injection",
+            "images": "it computes nothing of them",
             "tensor parallel": _OURS_ON_ONE_DEVICE,
             "compute process": _OURS_IN_ONE_PROCESS,
         },

@@ -13,6 +13,7 @@ from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.common import accelerator
 from slipstream.common.accelerator import CollectiveBackend
+from slipstream.common.images import PromptImage
 from slipstream.configs.schema import Partial, TransportKind
 from slipstream.rollout.concurrency import EngineLoad
 from slipstream.rollout.engines.base import SamplingParams
@@ -136,12 +137,15 @@ class Replica:
         assert report is not None
         assert (report.version, report.pushed) == (self.version, ("replica",))
 
-    async def generate(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, images: Sequence[PromptImage] = ()
+    ) -> Completion:
         """A completion by the version pushed last; one that a pause cut short is continued."""
         whole = Completion((), (), (), "abort")
         while whole.finish_reason == "abort":
             left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(whole.token_ids))
-            part = await self.engine.generate([*prompt, *whole.token_ids], left, version=self.version)
+            ids = [*prompt, *whole.token_ids]
+            part = await self.engine.generate(ids, left, version=self.version, images=images)
             whole = join(whole, part)
         return whole
 

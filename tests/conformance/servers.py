@@ -25,6 +25,7 @@ from slipstream.common.owned_folders import PRIVATE_VARIABLE
 from slipstream.common.process import set_parent_death_signal
 from slipstream.configs.schema import Agent, Config, Launch, Model, Partial, Rollout
 from slipstream.errors import DeadlineExceeded
+from slipstream.learner.model import has_images
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.access import DESCRIPTION, ServerAccess, ServerFiles, make_access, write_private
 from slipstream.rollout.engines.certificate import write_certificate
@@ -79,8 +80,9 @@ def make_client(
     request_s: float = 60.0,
     access: ServerAccess | None = None,
     sleeps: bool = False,
+    images: bool = False,
 ) -> HttpEngine:
-    """A client, called `name`, of the server of kind `kind` at `url`."""
+    """A client, called `name`, of the server of kind `kind` at `url`, which takes `images`."""
     if kind == "sglang":
         from slipstream.rollout.engines.sglang.client import SglangEngine as Client
     else:
@@ -97,6 +99,7 @@ def make_client(
         scores_paused=kind in ("transformers", "fake"),
         sleeps=sleeps,
         access=access,
+        takes_images=images,
     )
 
 
@@ -158,7 +161,17 @@ class Server:
     ) -> HttpEngine:
         """A client of it called `name`, for pushes that treat requests under way as `partial` says."""
         kind, url, ranks, access = self.kind.name, self.url, self.ranks, self.access
-        return make_client(kind, name, url, ranks, partial=partial, request_s=request_s, access=access, sleeps=sleeps)
+        return make_client(
+            kind,
+            name,
+            url,
+            ranks,
+            partial=partial,
+            request_s=request_s,
+            access=access,
+            sleeps=sleeps,
+            images=has_images(self.config.model.path),
+        )
 
     @property
     def ranks(self) -> int:

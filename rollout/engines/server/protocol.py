@@ -14,9 +14,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-from ....common.images import PromptImage
 from ..base import SamplingParams
 from ..http_engine import OutputSpan, ServerError
+from ..image_parts import BadImage, ImagePart, check_places
 from ..reply_check import IMPOSSIBLE
 from .contract import RequestLimits, Sequence
 
@@ -65,7 +65,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
-    images: tuple[PromptImage, ...] = ()  # of the prompt, in order; vLLM has another form for them
+    content_parts: tuple[ImagePart, ...] = ()  # the images of the prompt, in order
 
     def sequence(self, limits: RequestLimits) -> Sequence:
         """The sequence for the runner. Raises BadRequest."""
@@ -79,13 +79,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise BadRequest(
                 f"routed_experts_prompt_start={params.routed_experts_prompt_start}: the prompt has {len(self.token_ids)} tokens"
             )
-        if self.images and not limits.images:
+        if self.content_parts and not limits.images:
             raise BadRequest("the prompt has images, and this server takes none")
-        before = 0
-        for image in self.images:
-            if not before <= image.start < image.end < len(self.token_ids):
-                raise BadRequest(f"an image at the tokens {image.start} to {image.end} of {len(self.token_ids)}")
-            before = image.end + 1  # no two touch
+        try:
+            images = tuple(part.image() for part in self.content_parts)
+            check_places(((image.start, image.end) for image in images), len(self.token_ids))
+        except BadImage as error:
+            raise BadRequest(str(error)) from None
         sampling = SamplingParams(
             max_tokens=min(params.max_tokens or room, room),
             temperature=params.temperature,
@@ -95,7 +95,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             seed=params.seed,
             experts_from=params.routed_experts_prompt_start,
         )
-        return Sequence(self.request_id, self.token_ids, sampling, self.cache_salt or "", self.priority, self.images)
+        return Sequence(self.request_id, self.token_ids, sampling, self.cache_salt or "", self.priority, images)
 
 
 class Logprob(msgspec.Struct, frozen=True):

@@ -15,8 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ....common.image_processor import ImageProcessor, Pixels
-from ....common.images import KINDS, PlacedImage, PromptImage, digest_of, kind_of
+from ....common.images import PlacedImage
 from ....common.vision import PassImages, VisionTower
+from ..image_parts import BadImage, read_image
 from ..server import contract
 from ..server.protocol import BadRequest
 
@@ -43,26 +44,14 @@ class SeenImages:
         tokens."""
         if not sequence.images:
             return ()
-        read = [self._read(image) for image in sequence.images]
+        try:
+            read = [read_image(self._processor, image) for image in sequence.images]
+        except BadImage as error:
+            raise BadRequest(str(error)) from None
         placed = [one for one, _ in read]
         positions = self._tower.positions(torch.tensor(sequence.token_ids), placed)
         self._prompts[sequence.id] = _Prompt(placed, [pixels for _, pixels in read], positions)
         return placed
-
-    def _read(self, image: PromptImage) -> tuple[PlacedImage, Pixels]:
-        if (kind := kind_of(image.data)) is None:
-            raise BadRequest(f"an image begins with {image.data[:8]!r}; allowed are files of {', '.join(KINDS)}")
-        try:
-            pixels = self._processor.pixels(image.data)
-        except MemoryError:
-            raise
-        except Exception as error:  # Pillow raises whatever a broken file makes its decoders raise
-            raise BadRequest(f"an image cannot be read: {error}") from None
-        size = pixels.height, pixels.width
-        if (tokens := self._processor.tokens(pixels)) != image.end - image.start:
-            came = image.end - image.start
-            raise BadRequest(f"an image of {size[0]} x {size[1]} patches came with {came} tokens, it has {tokens}")
-        return PlacedImage(image.start, image.end, digest_of(image.data), kind, *size), pixels
 
     def forget(self, id: str) -> None:
         self._prompts.pop(id, None)

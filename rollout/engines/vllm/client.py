@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ....common.images import PromptImage
 from ....configs.schema import Partial
 from ....errors import EngineError
 from ....weightsync.plan import GroupPlan, TransferPlan
@@ -17,6 +18,7 @@ from ..base import EngineLoad, RequestRejected, SamplingParams
 from ..expert_codec import decode
 from ..http_client import REFUSALS, Disconnected
 from ..http_engine import STREAM_INTERVAL, Body, CompletionStream, HttpEngine
+from ..image_parts import image_parts
 from ..server.protocol import ABORT_PREFIX, AWAKE, CACHE, WEIGHTS, Generated
 
 # Metrics of a server with speculative decoding.
@@ -59,7 +61,9 @@ class VllmEngine(HttpEngine):
 
     _received: int | None = None
 
-    def completion_request(self, token_ids: Sequence[int], sampling: SamplingParams, salt: str) -> Body:
+    def completion_request(
+        self, token_ids: Sequence[int], sampling: SamplingParams, salt: str, images: Sequence[PromptImage] = ()
+    ) -> Body:
         parameters = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -75,7 +79,7 @@ class VllmEngine(HttpEngine):
         if self.routers is not None:
             start = sampling.experts_from
             parameters["routed_experts_prompt_start"] = len(token_ids) if start is None else start
-        return _request(token_ids, parameters, salt, priority=0) | STREAM
+        return _request(token_ids, parameters, salt, priority=0) | STREAM | image_parts(images, salt)
 
     def score_request(self, token_ids: Sequence[int], salt: str) -> Body:
         parameters = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}

@@ -52,6 +52,7 @@ OWNED = owned_arguments(
         "uvicorn-log-level",
         "uds",
         "root-path",
+        "mm-processor-cache-gb",
         "config",
         "node-rank",
         "master-addr",
@@ -105,6 +106,7 @@ def command(
         "scheduling-policy": "priority",  # the canary of a push does not queue behind the episodes
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "mm-processor-cache-gb": 0,  # `images` keeps what was read
         **memory(engine.memory, cpu),
     }
     if is_quantized(engine):

@@ -22,17 +22,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SEEING = "Qwen3VLForConditionalGeneration"  # the architecture, as configs name it, that `images` serves
 BACKEND = "slipstream"  # the name of the receiver in `--weight-transfer-config '{"backend": ...}'`
 # Calls of all workers whose failure leaves the replica working.
 GUARDED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
 def register() -> None:
-    """Register the weight receiver, put versions into every chunk, end child processes with their parent. Idempotent."""
+    """Register the weight receiver and the model that sees images, put versions into every chunk, end child processes with their
+    parent. Idempotent."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.models.registry import ModelRegistry
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "slipstream.rollout.engines.vllm.receiver", "VllmReceiver")
+    ModelRegistry.register_model(SEEING, "slipstream.rollout.engines.vllm.images:SeeingQwen3VL")
     _report_versions_in_every_chunk()
     _collect_all_answers()
     _end_with_parent()
