@@ -77,23 +77,20 @@ class SeeingProcessor(Qwen3VLMultiModalProcessor):
 
     def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
         """Read the images of a request. Raises BadImage, which vLLM answers with a 400."""
-        files, uuids = inputs.mm_data_items[IMAGE], (inputs.mm_uuid_items or {}).get(IMAGE, [])
-        names = [ImageName.of(uuid) for uuid in uuids]
+        files: Any = inputs.mm_data_items[IMAGE]
+        names = [ImageName.of(uuid) for uuid in (inputs.mm_uuid_items or {}).get(IMAGE, [])]
         check_places(((name.start, name.end) for name in names), len(inputs.prompt))
         read = list[_Read]()
         for at, name in enumerate(names):
-            data: bytes = files.get_item_for_hash(at).original_bytes
-            placed, pixels = read_image(self.info.images, PromptImage(name.start, name.end, data))
+            image = PromptImage(name.start, name.end, files.get_item_for_hash(at).original_bytes)
+            placed, pixels = read_image(self.info.images, image)
             read.append(_Read(f"{name.salt}-{placed.digest}", name.start, pixels))
         return self._input(list(inputs.prompt), read)
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: object) -> MultiModalInput:
         """Images as large as there are any; vLLM measures with them how much memory a pass takes."""
-        most, merge, vision = (
-            self.info.most_tokens,
-            self.info.images.merge_size,
-            self.info.get_hf_config().vision_config,
-        )
+        most, merge = self.info.most_tokens, self.info.images.merge_size
+        vision: Any = self.info.get_hf_config().vision_config
         rows = math.isqrt(most)
         height, width = rows * merge, most // rows * merge
         size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
