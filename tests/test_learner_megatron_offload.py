@@ -7,6 +7,7 @@ bit.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_its_step_is_that_of_torchs_adamw_in_float32(monkeypatch, dtype, device)
     monkeypatch.setattr(offload, "PIECE", 64)
     generator = torch.Generator().manual_seed(0)
     masters = [torch.randn(size, generator=generator) for size in (300, 64, 1)]
-    shards = [torch.zeros_like(master, dtype=dtype, device=device) for master in masters]
+    shards: list[Any] = [torch.zeros_like(master, dtype=dtype, device=device) for master in masters]
     rates = {"lr": 0.0, "betas": OPTIMIZER.betas, "eps": 1e-8}
     members, decays = (slice(2), slice(0), slice(2, 3)), (0.1, 0.1, 0.0)
     groups = [{**rates, "params": shards[some], "weight_decay": of} for some, of in zip(members, decays, strict=True)]

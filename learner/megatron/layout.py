@@ -65,5 +65,5 @@ def form_groups(layout: Megatron, timeout_s: float) -> None:
         distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
     )
     # Megatron gives this group no deadline.
-    _set_pg_timeout(timedelta(seconds=timeout_s), parallel_state.get_expert_data_parallel_group_gloo())
+    _set_pg_timeout(timedelta(seconds=timeout_s), as_group(parallel_state.get_expert_data_parallel_group_gloo()))
     model_parallel_cuda_manual_seed(0)  # nothing is drawn: weights are read, and there is no dropout
