@@ -51,6 +51,7 @@ from .traces import check_traces
 
 SUPPORTED = ((3, 11), (3, 12))  # Python versions for which the engines have wheels
 NOT_NEEDED = ("benchmarks", "build", "chaos", "runs", "tests")  # folders beside the product's that a run does not need
+GPU_NOISE = 0.01  # nats between vLLM's float32 on GPUs and the learner's; 0.0042 were seen
 PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "uvloop", "aiohttp", "renderers", "reasoning-gym")
 
 
@@ -160,6 +161,12 @@ def engine(inputs: RunInputs) -> str:
     kind, on_cpu = servers.kind_of(chosen), servers.serves_on_cpu(config)
     servers.command(config, servers.LOOPBACK, 0, seed=config.seed)
     servers.check_options(config)
+    tolerance = config.weightsync.canary_tolerance
+    if kind == "vllm" and not on_cpu and config.model.dtype == "float32" and tolerance < GPU_NOISE:
+        raise ConfigError(
+            f"weightsync.canary_tolerance={tolerance:g} with model.dtype=float32 and vLLM on a GPU would refuse pushes that arrived: "
+            f"its log-probs differ from the learner's by 0.004 nats there; allowed is {GPU_NOISE:g} and more, 0.02 is usual"
+        )
     if kind == "vllm" and on_cpu and shutil.which("lscpu") is None:
         raise ConfigError("rollout.engine.kind: vllm on CPU needs the program `lscpu` on the PATH (package util-linux)")
     replicas = f"replicas: {chosen.count}" + (f", each over {nodes_of(chosen)} hosts" if nodes_of(chosen) > 1 else "")

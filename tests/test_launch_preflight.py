@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from slipstream.configs import load
 from slipstream.errors import OUR_FOLDERS, ConfigError
+from slipstream.launch import preflight
 from slipstream.launch.cli.main import main
 from slipstream.launch.preflight import CHECKS
 from slipstream.launch.run_inputs import RunInputs
+from slipstream.rollout.engines.vllm import launch as vllm_server
 from slipstream.tests.test_imports import ALLOWED
 
 HEAVY = ("torch", "transformers", "vllm", "ray", "reasoning_gym", "datasets", "pyarrow", "matplotlib", "mcp")
@@ -22,6 +24,7 @@ HEAVY = ("torch", "transformers", "vllm", "ray", "reasoning_gym", "datasets", "p
 COMMANDS = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
+from slipstream.launch import preflight
 from slipstream.launch.cli.main import main
 
 for arguments in json.loads(sys.argv[1]):
@@ -148,3 +151,11 @@ def test_every_need_of_a_check_is_one_before_it() -> None:
 
 def test_our_folders_are_those_of_the_package() -> None:
     assert set(OUR_FOLDERS) == set(ALLOWED)
+
+
+def test_vllm_in_float32_on_a_gpu_needs_a_wider_tolerance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "serves_on_cpu", lambda: False)
+    words = ["rollout.engine.kind=vllm", f"model.path={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"canary_tolerance=0\.002 with model\.dtype=float32 .* 0\.02 is usual"):
+        preflight.engine(RunInputs(load("quickstart", words)))
+    assert "on GPU" in preflight.engine(RunInputs(load("quickstart", [*words, "weightsync.canary_tolerance=0.02"])))

@@ -69,7 +69,10 @@ def optimizer_of(backend: MegatronBackend) -> list[torch.Tensor]:
     (one,) = backend._optimizer.chained_optimizers
     held = [one._get_main_param_and_optimizer_states(p) for p in one.model_param_group_index_map]
     tensors = [states[name].detach().cpu().clone() for states in held for name in ("param", "exp_avg", "exp_avg_sq")]
-    return [*tensors, torch.tensor(float(one.state_dict()["optimizer"]["param_groups"][0]["step"]))]
+    return [
+        *tensors,
+        torch.tensor(float(one.state_dict()["optimizer"]["param_groups"][0].get("step", 0))),
+    ]  # none before the first
 
 
 def step(backend: MegatronBackend, number: int) -> tuple[float, float]:

@@ -263,6 +263,7 @@ def test_a_vllm_server_starts_without_weights_as_one_of_a_checkpoint_in_fp8(
     def command(*more: str) -> list[str]:
         return servers.command(load("quickstart", [*words, *more]), servers.LOOPBACK, 1, seed=0)
 
+    monkeypatch.setattr(vllm_server, "serves_on_cpu", lambda: True)
     with pytest.raises(ConfigError, match=f"{FP8}: vLLM computes in fp8 on GPUs only"):
         command(FP8)
     monkeypatch.setattr(vllm_server, "serves_on_cpu", lambda: False)

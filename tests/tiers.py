@@ -23,6 +23,7 @@ FULL = (
     r"test_cancelling::test_a_killed_callers.*@(sglang|transformers|fake)",
     r"test_sleep::.*@(sglang|fake)",
     r"test_quantized::.*@(sglang|transformers)",
+    r"test_images::.*@vllm",
     # Whole runs. The default tier keeps one from its start to its report, one with kills of every role, one that is killed as a
     # whole and resumed, one in which replicas come and go, and processes under Ray (`test_launch_ray`). Their processes are forked
     # from one that has imported their packages; those of the run in test_packaging are all started as users start them.

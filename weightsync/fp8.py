@@ -61,7 +61,10 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for start in range(0, len(weight), STRIP):
         strip = weight[start : start + STRIP].float()
         blocks = _blocks(strip)
-        found = blocks.abs().amax(dim=(1, 3)).clamp(min=LEAST) / LARGEST
+        found = blocks.abs().amax(dim=(1, 3)).clamp(min=LEAST)
+        found /= torch.full_like(
+            found, LARGEST
+        )  # by a number, CUDA multiplies by its reciprocal, which rounds otherwise
         scaled = (blocks / found[:, None, :, None]).clamp(-LARGEST, LARGEST)
         rows, columns = strip.shape
         values[start : start + rows] = scaled.flatten(2).flatten(0, 1)[:rows, :columns].to(DTYPE)

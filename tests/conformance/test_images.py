@@ -31,8 +31,6 @@ from slipstream.tests.seeing import (
     with_second_placeholder,
 )
 
-pytestmark = pytest.mark.full
-
 LONG = SamplingParams(max_tokens=200, temperature=0.0)
 SPREAD = 0.1
 """Of random weights: wide enough that another image, or a tower that was not pushed, shows in the log-probs."""
