@@ -164,8 +164,9 @@ def engine(inputs: RunInputs) -> str:
     tolerance = config.weightsync.canary_tolerance
     if kind == "vllm" and not on_cpu and config.model.dtype == "float32" and tolerance < GPU_NOISE:
         raise ConfigError(
-            f"weightsync.canary_tolerance={tolerance:g} with model.dtype=float32 and vLLM on a GPU would refuse pushes that arrived: "
-            f"its log-probs differ from the learner's by 0.004 nats there; allowed is {GPU_NOISE:g} and more, 0.02 is usual"
+            f"weightsync.canary_tolerance={tolerance:g} with model.dtype=float32 and vLLM on a GPU would refuse pushes that "
+            "arrived: its log-probs differ from the learner's by 0.004 nats there; "
+            f"allowed is {GPU_NOISE:g} and more, 0.02 is usual"
         )
     if kind == "vllm" and on_cpu and shutil.which("lscpu") is None:
         raise ConfigError("rollout.engine.kind: vllm on CPU needs the program `lscpu` on the PATH (package util-linux)")

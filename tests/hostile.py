@@ -182,7 +182,7 @@ def replies(rng: random.Random, captured: Sequence[Frames]) -> Frames:
         RpcRefusal("no"),
         m.BatchPlan(0, 0, ((EncodedTrajectory.of(trajectory("0.0.0")).row,),), {}, stats),
     ]
-    return frames_of(m.ReplyEnvelope(rng.randrange(100), rng.choice(messages)))
+    return frames_of([m.ReplyEnvelope(rng.randrange(100), rng.choice(messages))])
 
 
 KINDS: tuple[Callable[[random.Random, Sequence[Frames]], Frames], ...] = (
