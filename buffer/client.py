@@ -198,7 +198,8 @@ class BufferClient:
         `image_files` has the files of all images in both, by digest.
 
         Raises:
-            WireError: a trajectory is longer than the buffer takes, or has text without an encoding; nothing was sent.
+            WireError: a trajectory is longer than the buffer takes, or has text without an encoding, and nothing was sent; or the
+                reply cannot be decoded.
         """
         outcome = msgspec.structs.replace(outcome, detail=outcome.detail[:DETAIL_LIMIT])
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
 import uuid
 from pathlib import Path
@@ -48,8 +49,7 @@ class OwnedFolder:
 
     def close(self) -> None:
         """Remove it; processes that have mapped its files keep them."""
-        with contextlib.suppress(OSError):
-            remove_tree(self.path)
+        _discard(self.path)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -67,7 +67,7 @@ def sweep(root: Path, prefix: str) -> None:
         with contextlib.suppress(OSError):  # of another user, or no owned folder: it has no lock
             if (lock := _try_lock(folder)) is not None:
                 try:
-                    remove_tree(folder)
+                    _discard(folder)
                 finally:
                     os.close(lock)
 
@@ -92,6 +92,14 @@ def remove_tree(folder: Path) -> None:
         if inner != folder:
             os.rmdir(inner)
     os.rmdir(folder)
+
+
+def _discard(folder: Path) -> None:
+    """As far as it can be: a program that is ending may still make and remove files in it."""
+    try:
+        remove_tree(folder)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def temporary_environment() -> dict[str, str]:

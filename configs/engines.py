@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import field
+from msgspec import field, structs
 
 from .section import AboveZero, Positive, Section
 
@@ -84,3 +84,10 @@ class Fake(SlipstreamServers, frozen=True, tag_field="kind", tag="fake"):
 def is_quantized(engine: Servers) -> bool:
     """Whether linear layers are pushed and served in fp8."""
     return isinstance(engine, OptionServers | SlipstreamServers) and QUANTIZATION in engine.options
+
+
+def as_loaded(engine: Any) -> Any:
+    """`engine` where no learner pushes to it: it serves what it loads, which is not quantized."""
+    if not is_quantized(engine):
+        return engine
+    return structs.replace(engine, options={k: v for k, v in engine.options.items() if k != QUANTIZATION})

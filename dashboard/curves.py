@@ -52,6 +52,7 @@ class MetricsTable:
         self._settings = folder / SETTINGS
         self._lock = threading.Lock()
         self._steps: dict[int, RowNumbers] = {}
+        self._stale = False  # whether there are newer lines than `_found` has
         self._found: Sequence[RowNumbers] = []  # the same in their order; another list after new lines
         self._names: set[str] = set()  # of metrics that are not 0 in every step
         self._evaluations: list[Row] = []
@@ -108,9 +109,8 @@ class MetricsTable:
 
     def _follow(self) -> Sequence[RowNumbers]:
         with self._lock:
-            added = False
             for line in self._follower.lines():
-                added = True
+                self._stale = True
                 try:
                     row = msgspec.json.decode(line, type=dict[str, Any])
                     if EVALUATION in row:
@@ -121,8 +121,8 @@ class MetricsTable:
                         self._names |= {name for name, value in flat.items() if value}
                 except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
                     log.warning("%s: a line is no row of metrics and is left out: %r", self._follower.path, error)
-            if added:
-                self._found = [self._steps[step] for step in sorted(self._steps)]
+            if self._stale:
+                self._found, self._stale = [self._steps[step] for step in sorted(self._steps)], False
             return self._found
 
 

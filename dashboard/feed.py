@@ -18,8 +18,10 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 
+from ..errors import with_deadline
 from .runs import RunFolder
 
+LOOKING_S = 120.0  # longest that a look may take
 LOOK_S = 2.0  # between two looks at the files of the runs, which offer nothing to await
 SHARED_S = 0.5  # pages that are told of a change together ask within this time
 
@@ -76,7 +78,11 @@ class ChangeFeed:
     async def _look_again(self) -> None:
         try:
             while True:
-                found = await asyncio.to_thread(lambda: {run.name: run.changes() for run in self._runs.runs()})
+                looking = asyncio.to_thread(lambda: {run.name: run.changes() for run in self._runs.runs()})
+                files = f"the files of {self._runs.root}"
+                found = await with_deadline(
+                    LOOKING_S, looking, who="slipstream dash", waits_for=files, hint="is their disk slow?"
+                )
                 changed = [name for name, state in found.items() if self._states.get(name) != state]
                 if changed:
                     self._states = found

@@ -165,6 +165,10 @@ class RunFolder:
 
     def run(self, name: str) -> WatchedRun:
         """Also one that is left out. Raises ConfigError where there is none of that name."""
+        with self._lock:
+            known = self._runs.get(name)
+        if known is not None and (known.folder / RUN_CONFIG).is_file():
+            return known
         found = next((folder for folder in self._newest() if folder.name == name), None)
         if found is None:
             raise ConfigError(f"{self.root} holds no run {name!r}")

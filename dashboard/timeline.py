@@ -108,16 +108,18 @@ class Timeline:
         """Take in what was added; the first begin and the last end, None before the first span."""
         with self._lock:
             added = list[Span]()
-            for _, _, line in self._files.lines():
-                try:
-                    added.append(msgspec.json.decode(line, type=Span))
-                except msgspec.MsgspecError:
-                    continue  # a line that a killed process left
-            added.sort(key=_end)
-            late = bool(added and self._spans) and added[0].t1 < self._spans[-1].t1
-            self._spans += added
-            if late:  # of a process that ended: seldom, and all spans of a long run are many
-                self._spans.sort(key=_end)
+            try:
+                for _, _, line in self._files.lines():
+                    try:
+                        added.append(msgspec.json.decode(line, type=Span))
+                    except msgspec.MsgspecError:
+                        continue  # a line that a killed process left
+            finally:  # a file that cannot be read leaves what was read before
+                added.sort(key=_end)
+                late = bool(added and self._spans) and added[0].t1 < self._spans[-1].t1
+                self._spans += added
+                if late:  # of a process that ended: seldom, and all spans of a long run are many
+                    self._spans.sort(key=_end)
             return (self._spans[0].t0, self._spans[-1].t1) if self._spans else None
 
 

@@ -50,8 +50,11 @@ def model_at(run: str | Path, step: Step = None, overrides: Sequence[str] = ()) 
         return
     config = load(str(run_config(run)))
     step, checkpoint = _checkpoint(Path(run), config, step)
+    from .preflight import writable
+
     many = load(str(run_config(run)), overrides).launch.hosts == "many"
-    with tempfile.TemporaryDirectory(prefix="slipstream-model-", dir=Path(run).resolve() if many else None) as folder:
+    shared = writable("run.dir", str(run)) if many else None
+    with tempfile.TemporaryDirectory(prefix="slipstream-model-", dir=shared) as folder:
         out = Path(folder) / f"{Path(run).resolve().name}-step-{step}"
         convert(config, checkpoint, out)
         yield out

@@ -95,7 +95,7 @@ def rate(config: Config, model: str, out: Path, samples: int, rows: int, bounds:
         kind = config.env.__struct_config__.tag
         raise ConfigError(f"env.kind: {kind} has no rows to rate; allowed are dataset and mcp")
     ratings = ratings_of(out)
-    inputs = preflight(config)
+    inputs = preflight(config, pushed=False)
     _begin(ratings, _header(config, config.env, model, samples))
     source = _rows(inputs)
     wanted = sorted(source.row_number(task) for task in range(len(source)))[: rows or None]

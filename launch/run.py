@@ -289,7 +289,7 @@ def evaluate(config: Config, label: str) -> list[EvaluationResult]:
     config = without_reward_model(with_absolute_paths(config))
     # There are no checkpoints, and no second server.
     config = msgspec.structs.replace(config, evaluation=config.evaluation.without_schedule(config.evaluation.suites))
-    preflight(config)
+    preflight(config, pushed=False)
     with work_folder(config, "eval", writable("run.dir", config.run.dir)) as folder:
         with open_view(config, open_console(stderr=True)) as view:
             asyncio.run(make_supervisor(config, folder, view, gpus_of(config)).evaluate(label))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..configs import Config
 from ..configs.environments import DataSection, LibraryTasks, parts_by_key, traced_sections
+from ..configs.sft import SftConfig
 from ..configs.suites import suites_of
 
 if TYPE_CHECKING:
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 
 class RunInputs:
     """The inputs of a run; nothing is made before it is asked for. `began` is how many tasks of an epoch a resumed run began with,
-    by section, see `row_counts.py`; empty for a new run."""
+    by section, see `row_counts.py`; empty for a new run. `pushed`: a learner pushes to the servers."""
 
-    def __init__(self, config: Config, began: Mapping[str, int] | None = None) -> None:
+    def __init__(self, config: Config, began: Mapping[str, int] | None = None, *, pushed: bool = True) -> None:
         self.config = config
+        self.pushed = pushed and not isinstance(config, SftConfig)
         self.began = began or {}
 
     @property

@@ -65,7 +65,8 @@ class Recorder:
 
     def _at(self, version: int) -> int:
         """Where trackers have the step that made `version`: after those of a critic's warm-up, which make none and are at their
-        numbers. Steps that a learner repeats after a crash make other versions: no tracker gets a place twice."""
+        numbers. Steps of the policy that a learner repeats after a crash make other versions, and so have other places; those of
+        a warm-up have theirs again."""
         return version + self._warmup if version else 0
 
     def _evaluated(self) -> None:
@@ -90,4 +91,4 @@ class Recorder:
             values |= {f"pass_at_{k}": chance.mean, f"pass_at_{k}_stderr": chance.stderr}
         prefix = f"evaluation/{one.suite}/" if one.suite else "evaluation/"
         for tracker in self._trackers:
-            tracker.evaluated(one.version, {prefix + name: value for name, value in values.items()})
+            tracker.evaluated(self._at(one.version), {prefix + name: value for name, value in values.items()})

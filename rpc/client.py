@@ -6,7 +6,8 @@
 
 Invariants:
 - Replies are matched by number; any number of requests may be under way at once, and one message may bring several replies. A reply
-  to a finished request is ignored. A message that cannot be decoded fails the requests that it answers, and no other.
+  to a finished request is ignored. A message that cannot be decoded fails the requests that it answers; all that
+  are pending where not even their numbers can be read.
 - With `resend_s` a request is sent again after that long without a reply, and at once when `trust` names the key of another process
   of the service, which must treat a repetition as the same request. A service that restarts meanwhile goes unnoticed. Without it
   a request is sent once.
@@ -190,12 +191,17 @@ class RpcClient:
         loop = asyncio.get_running_loop()
         pause: asyncio.Future[bool] = loop.create_future()
         timer = loop.call_later(seconds, _end, pause)
-        reply.add_done_callback(lambda _: _end(pause, over=False))
+
+        def replied(_: asyncio.Future[Any]) -> None:
+            _end(pause, over=False)
+
+        reply.add_done_callback(replied)
         self._pauses.add(pause)
         try:
             return await pause
         finally:
             timer.cancel()
+            reply.remove_done_callback(replied)
             self._pauses.discard(pause)
 
     def _begin(self, message: Any, reply_type: type[R]) -> tuple[list[Frame], asyncio.Future[R]]:

@@ -173,8 +173,9 @@ async def test_functions_of_a_namespace_are_called_by_a_longer_name(episode: Epi
 
 
 async def test_types_of_tools_that_are_not_known_fill_neither_metrics_nor_the_log(
-    episode: Episode, caplog: pytest.LogCaptureFixture
+    episode: Episode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(endpoint_module, "_warned", set())
     async with episode(say="reply {}".format) as (endpoint, _, session), openai_client(endpoint) as client:
         tools: Any = [{"type": f"{number}\n{'long' * 1000}"} for number in range(300)]
         await client.chat.completions.create(model="policy", messages=QUESTION, tools=tools)
@@ -308,7 +309,6 @@ async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
 ) -> None:
     monkeypatch.setattr(endpoint_module, "BODIES", 4000)
     monkeypatch.setattr(server_module, "LARGEST_BODY", 3000)
-    monkeypatch.setattr(server_module, "BODY_S", 0.2)
     ended = asyncio.Event()
 
     async def late() -> str:
@@ -325,10 +325,12 @@ async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
         refused = [await http.post(one, json=ask(2500)) for one in (url, endpoint.mcp)]
         assert [one.status_code for one in refused] == [429, 404]
         assert "have more than 4000 bytes" in refused[0].json()["error"]["message"]
+        monkeypatch.setattr(server_module, "BODY_S", 0.2)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         head = f"POST /e/{endpoint.key}/v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: 9\r\n\r\n"
         writer.write(head.encode() + b"{")
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        monkeypatch.setattr(server_module, "BODY_S", 60.0)
         writer.close()
         ended.set()
         assert (await first).status_code == 200

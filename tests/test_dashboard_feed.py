@@ -72,6 +72,7 @@ async def test_equal_questions_have_one_answer_until_the_run_has_changed(
     runs: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(feed_module, "SHARED_S", WAIT_S)
     reads, go = list[int](), asyncio.Event()
 
     async def read() -> bytes:

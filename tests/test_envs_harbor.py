@@ -211,6 +211,7 @@ async def test_an_agent_whose_folder_is_the_home_leaves_no_reward_of_its_own(tmp
     home = {"environment/Dockerfile": "FROM x\nWORKDIR /root\n", "tests/test.sh": TEST.replace("/app", "/root")}
     config = harbor(write(tmp_path / "home", ANSWER | home))
     cheats = ("logs/verifier/reward.json", "./logs/verifier/reward.json", "solution/../logs/verifier/reward.json")
+    cheats += ("/logs/verifier/reward.json", "../root/logs/verifier/reward.json")
     for content, reward in ((b"41", 0.0), (b"42", 1.0)):
         earned = b'{"reward": %d}' % (1 - reward)
         files = TaskFile("answer.txt", content), *(TaskFile(path, earned) for path in cheats)

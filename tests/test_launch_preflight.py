@@ -15,8 +15,10 @@ from slipstream.launch import preflight
 from slipstream.launch.cli.main import main
 from slipstream.launch.preflight import CHECKS
 from slipstream.launch.run_inputs import RunInputs
+from slipstream.rollout.engines.registry import canary_tolerance
 from slipstream.rollout.engines.vllm import launch as vllm_server
 from slipstream.tests.test_imports import ALLOWED
+from slipstream.tests.tiny import tiny_qwen3
 
 HEAVY = ("torch", "transformers", "vllm", "ray", "reasoning_gym", "datasets", "pyarrow", "matplotlib", "mcp")
 """What takes seconds to import, or a part of one."""
@@ -152,9 +154,25 @@ def test_our_folders_are_those_of_the_package() -> None:
     assert set(OUR_FOLDERS) == set(ALLOWED)
 
 
-def test_vllm_in_float32_on_a_gpu_needs_a_wider_tolerance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "serves_on_cpu", lambda *_: False)
-    words = ["rollout.engine.kind=vllm", f"model.path={tmp_path}"]
-    with pytest.raises(ConfigError, match=r"canary_tolerance=0\.002 with model\.dtype=float32 .* 0\.02 is usual"):
-        preflight.engine(RunInputs(load("quickstart", words)))
-    assert "on GPU" in preflight.engine(RunInputs(load("quickstart", [*words, "weightsync.canary_tolerance=0.02"])))
+FP8 = ("model.dtype=bfloat16", "weightsync.canary_tolerance=0.5", "rollout.engine.options.quantization=fp8")
+
+
+def test_servers_to_which_nothing_is_pushed_serve_what_they_load(tmp_path: Path) -> None:
+    config = load(
+        "quickstart", ["rollout.engine.kind=vllm", f"model.path={tiny_qwen3(tmp_path / 'm', wide=True)}", *FP8]
+    )
+    with pytest.raises(ConfigError, match="vLLM computes in fp8 on GPUs only"):
+        preflight.engine(RunInputs(config))
+    assert "vllm on CPU" in preflight.engine(RunInputs(config, pushed=False))
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "dtype", "tolerance"), [(True, "float32", 0.002), (False, "float32", 0.02), (False, "bfloat16", 0.2)]
+)
+def test_vllms_float32_on_a_gpu_has_a_wider_tolerance(
+    on_cpu: bool, dtype: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "serves_on_cpu", lambda *_: on_cpu)
+    asked = 0.2 if dtype == "bfloat16" else 0.002
+    words = ["rollout.engine.kind=vllm", f"model.dtype={dtype}", f"weightsync.canary_tolerance={asked}"]
+    assert canary_tolerance(load("quickstart", words)) == tolerance

@@ -220,6 +220,7 @@ async def test_a_disk_that_hangs_is_named_and_the_change_is_taken_back_also_late
         assert (await there.listed())["buffer.max_staleness"] == 2  # another command is answered
         with pytest.raises(ConfigError, match=SETTINGS):  # what hangs comes first
             await there.set("buffer.max_staleness=1")
+        monkeypatch.setattr(settings_module, "WRITE_S", SOON)
         disk.well.set()
         (change,) = await there.set("buffer.max_staleness=3")
         changes = read_changes(tmp_path / SETTINGS)
@@ -232,6 +233,7 @@ async def test_a_config_that_is_not_written_in_time_keeps_nobody_from_a_change(
 ) -> None:
     async with stage(tmp_path, address) as there:
         disk = HungDisk(monkeypatch, "write_atomic")
+        monkeypatch.setattr(settings_module, "WRITE_S", 2.0)  # the change itself is written
         assert len(await there.set("buffer.max_staleness=0")) == 1
         assert "config.yaml keeps the old values: the supervisor" in caplog.text
         assert disk.hung.is_set()

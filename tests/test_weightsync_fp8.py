@@ -276,7 +276,7 @@ def test_a_vllm_server_starts_without_weights_as_one_of_a_checkpoint_in_fp8(
     drafted = "rollout.engine.options={{quantization: fp8, speculative_config: {{{}, num_speculative_tokens: 2}}}}"
     assert len(command(drafted.format("method: ngram"))) == len(line) + 1
     with pytest.raises(ConfigError, match=rf"options\.speculative_config with {FP8}: .* allowed is the method ngram"):
-        command(drafted.format("model: small"))
+        command(drafted.format("model: some/ngram-draft"))
 
 
 NOISE = 0.15

@@ -28,6 +28,7 @@ import msgspec
 from aiohttp import web
 
 from ...common.owned_folders import OwnedFolder
+from ...common.waits import Overdue, within
 from ...envs.base import JSON
 from ...errors import DeadlineExceeded, EngineError, PolicyError, describe
 from ..base import ContextExhausted, Reply
@@ -185,14 +186,17 @@ class Gateway:
 async def _body(room: RequestRoom, http: web.Request) -> bytes:
     """The body of a request. Raises RefusedRequest: it is too large or too slow, or the episode has no room for it."""
     body = bytearray()
+
+    async def read() -> None:
+        async for piece in http.content.iter_any():
+            if len(body) + len(piece) > LARGEST_BODY:
+                raise RefusedRequest(413, f"the request has more than {LARGEST_BODY} bytes")
+            room.hold(len(piece))
+            body.extend(piece)
+
     try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in http.content.iter_any():
-                if len(body) + len(piece) > LARGEST_BODY:
-                    raise RefusedRequest(413, f"the request has more than {LARGEST_BODY} bytes")
-                room.hold(len(piece))
-                body += piece
-    except TimeoutError:
+        await within(BODY_S, read())
+    except Overdue:
         raise RefusedRequest(408, f"the request did not arrive within {BODY_S:g} s") from None
     return bytes(body)
 

@@ -26,12 +26,12 @@ import msgspec
 
 from .base import Limits, Reason
 
+logger = logging.getLogger(__name__)
+
 LOOK_S = 0.1  # between looks: a process can fault in a few hundred MiB meanwhile
 SHARE = 20  # a look costs at most one part in so many of the time
 PASSES = 1000  # over a session that forks while it is killed, a millisecond apart
 SLACK_S = 0.25  # CPU time of a sandbox's own start, and of ticks that are rounded
-logger = logging.getLogger(__name__)
-
 OWN = 8  # processes of ours in a sandbox, at most
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -62,8 +62,7 @@ class Watched:
         self.files = files
         self.owns_session = owns_session
         self._used_s = 0.0  # CPU time at the last look
-        self._seen_s: dict[tuple[int, int], float] = {}  # by process, its own CPU time at the last look
-        self._ended_s = 0.0  # of processes that are there no more
+        self._seen_s: dict[tuple[int, int], float] = {}  # by process, its own CPU time when it was seen last
         self._most_s = float("inf")
         self._lock = threading.Lock()
         self._gone = False
@@ -101,10 +100,8 @@ class Watched:
 
     def _used_by_all(self, processes: list[Seen]) -> float:
         """CPU time of all processes that any look saw: of one that nobody waits for, no other has it."""
-        now = {(p.pid, p.started): p.own_s for p in processes}
-        self._ended_s += sum(seconds for key, seconds in self._seen_s.items() if key not in now)
-        self._seen_s = now
-        return self._ended_s + sum(now.values())
+        self._seen_s |= {(p.pid, p.started): p.own_s for p in processes if p.own_s}
+        return sum(self._seen_s.values())
 
 
 class Watchdog:
@@ -114,6 +111,7 @@ class Watchdog:
         self._watched: dict[int, Watched] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._failed_looks = 0
 
     def watch(self, pid: int, limits: Limits, owns_session: bool, files: Callable[[int], float] | None) -> Watched:
         watched = Watched(pid, limits, owns_session, files)
@@ -140,8 +138,10 @@ class Watchdog:
             began = time.perf_counter()
             try:
                 self._look(now)
-            except OSError:  # such as no free descriptor; the next look may have one
-                logger.exception("sandboxes could not be looked at")
+            except OSError as error:  # such as no free descriptor; the next look may have one
+                self._failed_looks += 1
+                if self._failed_looks & (self._failed_looks - 1) == 0:
+                    logger.warning("look %d at the sandboxes failed: %s", self._failed_looks, error)
             time.sleep(max(LOOK_S, SHARE * (time.perf_counter() - began)))  # /proc has no event for what is looked for
 
     def _look(self, sandboxes: list[Watched]) -> None:

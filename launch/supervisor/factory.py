@@ -364,26 +364,29 @@ async def make_publisher(
     """A publisher that pushes to the replicas of the fleet, once they answer, and an event that is set whenever one of them serves
     nothing yet. `report` sends what is known of them to the supervisor, `record` keeps what they go through, `peers` says whose
     acks count. Raises Stopped."""
+    from ...rollout.engines.registry import canary_tolerance
     from ...weightsync.publisher import Publisher
     from .push_targets import PushTargets, wait_for_replicas
 
     config = context.config
     access = await request_access(context, FIRST_RANK)
     targets = PushTargets(functools.partial(make_engine, context, access), report)
+    spool = (
+        Path(tempfile.gettempdir()) if config.launch.hosts == "many" else context.dir
+    )  # what all hosts see is seldom fast
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(targets.close)
         targets.publisher = Publisher(
             (),
             transport=config.weightsync.transport,
             folder=context.dir / "weights",
-            # A folder that all hosts see is seldom fast.
-            spool=Path(tempfile.gettempdir()) if config.launch.hosts == "many" else context.dir,
+            spool=spool,
             host=push_address(config, context.addresses.learner_host),
             backend=context.backend,
             device=device,
             bucket_bytes=BUCKET_BYTES,
             push_s=config.push_s,
-            canary_tolerance=config.weightsync.canary_tolerance,
+            canary_tolerance=canary_tolerance(config),
             cohort=config.weightsync.cohort,
             partial=config.rollout.partial,
             quantized=is_quantized(config.rollout.engine),

@@ -16,7 +16,7 @@ from msgspec import structs
 from ...common.modelscope import local_folder
 from ...common.owned_folders import PRIVATE_VARIABLE, temporary_environment
 from ...common.replica_names import node_rank, replica_of
-from ...configs.engines import QUANTIZATION
+from ...configs.engines import as_loaded
 from ...rollout.engines.access import ServerFiles
 from ...rollout.engines.launch_common import ServerNode
 from ..peers import is_guarded, request_access
@@ -33,8 +33,7 @@ def become_engine(context: RunContext, name: str, listen: str, meet: str) -> Non
     )
     if not context.pushed:  # it serves what it loads, which is not quantized
         engine = config.rollout.engine
-        engine = structs.replace(engine, options={k: v for k, v in engine.options.items() if k != QUANTIZATION})
-        config = structs.replace(config, rollout=structs.replace(config.rollout, engine=engine))
+        config = structs.replace(config, rollout=structs.replace(config.rollout, engine=as_loaded(engine)))
     host, _, port = listen.rpartition(":")
     node = _node(name, meet) if meet else None
     files = None if node and node.rank else server_files(context, name, host)  # only the first answers requests

@@ -95,8 +95,8 @@ class PackedMask:
 
 
 def hide_from_compiler(flash: bool) -> None:
-    """FlashAttention is one operation of a compiled layer's graph, where `flash` says that all of the model's can be; other
-    attention is called between two graphs, for it differs with each packing."""
+    """FlashAttention is one operation of a compiled layer's graph where `flash` allows it; other attention is called between two
+    graphs, for it differs with each packing."""
     global _by_sequence
     _by_sequence = torch.compiler.disable(_by_sequence)
     AttentionInterface.register(PACKED, packed_attention if flash else torch.compiler.disable(packed_attention))

@@ -82,8 +82,8 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """The numbers of a step."""
 
-    def evaluated(self, version: int, values: Mapping[str, float]) -> None:
-        """The values of an evaluation of `version`, which may be older than the last step that was logged."""
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """The values of an evaluation, at the `step` that made its version, which may be older than the last that was logged."""
 
     def sampled(self, step: int, rows: Sequence[TrajectorySample]) -> None:
         """Some of the trajectories that the step was trained on."""

@@ -60,8 +60,8 @@ class Mlflow:
         for first in range(0, len(metrics), BATCH):
             self._client.log_batch(self._id, metrics=metrics[first : first + BATCH])
 
-    def evaluated(self, version: int, values: Mapping[str, float]) -> None:
-        self.log(version, values)
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self.log(step, values)
 
     def sampled(self, step: int, rows: Sequence[TrajectorySample]) -> None:
         columns = {name: [getattr(row, name) for row in rows] for name in TrajectorySample.__struct_fields__}

@@ -47,8 +47,8 @@ class Swanlab:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def evaluated(self, version: int, values: Mapping[str, float]) -> None:
-        self.log(version, values)
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self.log(step, values)
 
     def sampled(self, step: int, rows: Sequence[TrajectorySample]) -> None:
         self._run.log({TABLE: [self._text(_text(row), caption=row.id) for row in rows]}, step=step)

@@ -22,8 +22,8 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def evaluated(self, version: int, values: Mapping[str, float]) -> None:
-        self.log(version, values)
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self.log(step, values)
 
     def sampled(self, step: int, rows: Sequence[TrajectorySample]) -> None:
         """As Markdown: a table of its text plugin would draw no line breaks."""

@@ -42,8 +42,8 @@ class TrackerThread:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._put(lambda tracker: tracker.log(step, values))
 
-    def evaluated(self, version: int, values: Mapping[str, float]) -> None:
-        self._put(lambda tracker: tracker.evaluated(version, values))
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self._put(lambda tracker: tracker.evaluated(step, values))
 
     def sampled(self, step: int, samples: Samples) -> None:
         self._put(lambda tracker: tracker.sampled(step, samples.rows()))

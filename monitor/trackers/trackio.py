@@ -39,8 +39,8 @@ class Trackio:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def evaluated(self, version: int, values: Mapping[str, float]) -> None:
-        self.log(version, values)
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self.log(step, values)
 
     def sampled(self, step: int, rows: Sequence[TrajectorySample]) -> None:
         self._run.log({TABLE: self._table(data=msgspec.to_builtins(rows))}, step=step)

@@ -42,15 +42,15 @@ class Wandb:
             config=msgspec.to_builtins(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self._run.define_metric("evaluation/version")
-        self._run.define_metric("evaluation/*", step_metric="evaluation/version")
+        self._run.define_metric("evaluation/step")
+        self._run.define_metric("evaluation/*", step_metric="evaluation/step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def evaluated(self, version: int, values: Mapping[str, float]) -> None:
-        """wandb takes no step below the last: the chart's axis is `evaluation/version`."""
-        self._run.log({**values, "evaluation/version": version}, step=max(version, self._run.step))
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """wandb takes no step below the last: the chart's axis is `evaluation/step`."""
+        self._run.log({**values, "evaluation/step": step}, step=max(step, self._run.step))
 
     def sampled(self, step: int, rows: Sequence[TrajectorySample]) -> None:
         table = self._table(columns=list(TrajectorySample.__struct_fields__), data=[row.values for row in rows])

@@ -18,6 +18,9 @@ from .sglang import launch as sglang_server
 from .vllm import launch as vllm_server
 
 LOOPBACK = "127.0.0.1"  # the address of a server that only this host uses
+GPU_NOISE = 0.02
+"""Nats by which vLLM's float32 may differ on a GPU: 0.0042 were seen there, 3e-6 on a CPU."""
+
 LAUNCHES = {Vllm: vllm_server, Sglang: sglang_server, Transformers: own_server, Fake: own_server}
 
 
@@ -51,6 +54,13 @@ def environment(config: Config, host: str = "") -> dict[str, str]:
 def serves_on_cpu(config: Config) -> bool:
     """Whether replicas compute on CPU, by the installed build of the kind. Raises ConfigError where it is not installed."""
     return LAUNCHES[type(config.rollout.engine)].serves_on_cpu(config)
+
+
+def canary_tolerance(config: Config) -> float:
+    """Nats by which the log-probs of the learner and of a replica that holds its weights may differ."""
+    engine, tolerance = config.rollout.engine, config.weightsync.canary_tolerance
+    inexact = isinstance(engine, Vllm) and not engine.external and config.model.dtype == "float32"
+    return max(tolerance, GPU_NOISE) if inexact and not serves_on_cpu(config) else tolerance
 
 
 def probe_path(config: Config) -> str:

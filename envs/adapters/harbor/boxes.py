@@ -30,7 +30,7 @@ REWARDS = ("reward.json", "reward.txt")  # below /logs/verifier; the first that 
 LONGEST = 64 << 10  # bytes of a reward file
 SHOWN = 400  # characters of a program's output in a failure
 SESSION = ".shell/"  # where a `ShellSession` keeps its folder and variables between commands
-OURS = (SESSION, f"{TESTS[1:]}/", f"{LOGS[1:]}/", f"{SOLUTION[1:]}/")
+OURS = (SESSION, f"{TESTS[1:]}/", f"{LOGS[1:]}/", f"{SOLUTION[1:]}/", "/", "../")  # and what is not below home
 PREPARE = 'mkdir -p -- "$1" && cd -- "$1" && shift && exec "$@"'
 VERIFY = 'mkdir -p -- /logs/verifier /logs/agent "$1" && cd -- "$1" && /tests/test.sh'
 

@@ -16,6 +16,7 @@ import msgspec
 
 from ....agents.base import FinishReason
 from ....common.bounded import Count, Number
+from ....common.images import PromptImage
 from ....configs.schema import Partial
 from ....errors import EngineError
 from ....weightsync.plan import GroupPlan, TransferPlan
@@ -109,7 +110,10 @@ class SglangEngine(HttpEngine):
 
     _flush = True
 
-    def completion_request(self, token_ids: Sequence[int], sampling: SamplingParams, salt: str) -> Body:
+    def completion_request(
+        self, token_ids: Sequence[int], sampling: SamplingParams, salt: str, images: Sequence[PromptImage] = ()
+    ) -> Body:
+        """Without `images`, which preflight refuses."""
         top_k = sampling.top_k if sampling.top_k > 0 else -1
         if _truncated(sampling):
             top_k = min(sampling.top_k if sampling.top_k > 0 else SUPPORT, self.vocab_size, SUPPORT)

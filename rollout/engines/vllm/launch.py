@@ -138,7 +138,9 @@ def _quantized(config: Config, engine: Vllm, cpu: bool) -> dict[str, object]:
             f"{FP8}: vLLM computes in fp8 on GPUs only; leave it out, or take rollout.engine.kind=transformers"
         )
     drafts = {name: engine.options[name] for name in SPECULATION if name in engine.options}
-    if drafts and "ngram" not in str(drafts):
+    chosen = drafts.get("speculative_config")
+    method = chosen.get("method") if isinstance(chosen, dict) else drafts.get("spec_method")
+    if drafts and method != "ngram":
         raise ConfigError(
             f"{ENGINE_OPTIONS}.{next(iter(drafts))} with {FP8}: a model of drafts would start without weights, too, and no push "
             "brings them; allowed is the method ngram"
