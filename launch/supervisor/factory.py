@@ -371,16 +371,13 @@ async def make_publisher(
     config = context.config
     access = await request_access(context, FIRST_RANK)
     targets = PushTargets(functools.partial(make_engine, context, access), report)
-    spool = (
-        Path(tempfile.gettempdir()) if config.launch.hosts == "many" else context.dir
-    )  # what all hosts see is seldom fast
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(targets.close)
         targets.publisher = Publisher(
             (),
             transport=config.weightsync.transport,
             folder=context.dir / "weights",
-            spool=spool,
+            spool=Path(tempfile.gettempdir()) if config.launch.hosts == "many" else context.dir,
             host=push_address(config, context.addresses.learner_host),
             backend=context.backend,
             device=device,
