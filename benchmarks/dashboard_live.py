@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -27,6 +28,7 @@ import numpy as np
 import psutil
 import uvloop
 
+from .. import dashboard
 from ..buffer.trajectory import FINISHED
 from ..common import gc as heap
 from ..configs import dump, load
@@ -36,14 +38,18 @@ from .buffer_traffic import Crew, Round, Rounds, learn, sampled, serve, stamped
 from .result import Result, Row, by_rounds
 
 READERS = 3
+VIEWS = Path(dashboard.__file__).parent / "static" / "views"
+CHARTS = (VIEWS / "curves.js").read_text().partition("const METRICS")[0]
+CURVES = dict.fromkeys(re.findall(r"\['(\w+)', '", CHARTS))  # the metrics of the page's charts
+BY_STALENESS = [
+    f"{name}/0" for name in re.findall(r"'(\w+_by_staleness|staleness_tokens)'", (VIEWS / "staleness.js").read_text())
+]
 PAGES = (
     ("now", "curves?names=reward_mean", "explanation"),
-    (
-        "curves?names=reward_mean,learner_idle,rollout_idle,staleness_mean,staleness_max,wait_s,step_s,push_s,ess,kl,entropy,loss",
-    ),
+    (f"curves?names={','.join(CURVES)}",),
     ("trajectories",),
     ("trajectories?sort=reward",),
-    ("staleness", "ratios"),
+    ("staleness", f"curves?names={','.join(BY_STALENESS)}", "ratios"),
     ("timeline", "batches/1"),
     ("tokens",),
     ("environments",),
