@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from inspect import signature
 
 import msgspec
 import pytest
@@ -221,9 +220,3 @@ async def test_a_request_without_a_version_shares_no_prefix(kind: Client) -> Non
     assert shares[2:] == ["3", "3"]
     assert None not in shares
     assert len(set(shares)) == 3
-
-
-def test_clients_of_all_servers_take_the_same_request() -> None:
-    """`HttpEngine` calls them all alike."""
-    asked = [list(signature(kind.completion_request).parameters) for kind in (HttpEngine, VllmEngine, SglangEngine)]
-    assert asked[0] == asked[1] == asked[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from slipstream.errors import ConfigError
 from slipstream.rollout.engines import parse_options
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.access import ServerFiles
+from slipstream.rollout.engines.http_engine import HttpEngine
 from slipstream.rollout.engines.options import arguments_of
 from slipstream.rollout.engines.sglang import launch as sglang_server
+from slipstream.rollout.engines.sglang.client import SglangEngine
 from slipstream.rollout.engines.vllm import launch as vllm_server
+from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests.tiny import tiny_qwen3
 
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}
@@ -151,3 +155,9 @@ def test_the_servers_own_parser_is_asked_before_anything_starts(
     servers.check_options(configured(kind, folder, fine[kind]))
     with pytest.raises(ConfigError, match=re.escape(said)):
         servers.check_options(configured(kind, folder, fine[kind] | options))
+
+
+def test_clients_of_all_servers_take_the_same_request() -> None:
+    """`HttpEngine` calls them all alike."""
+    asked = [list(signature(kind.completion_request).parameters) for kind in (HttpEngine, VllmEngine, SglangEngine)]
+    assert asked[0] == asked[1] == asked[2]
