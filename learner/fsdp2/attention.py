@@ -24,7 +24,7 @@ from collections import Counter
 from functools import cached_property
 from inspect import signature
 from itertools import pairwise, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -98,7 +98,7 @@ def hide_from_compiler(flash: bool) -> None:
     """FlashAttention is one operation of a compiled layer's graph where `flash` allows it; other attention is called between two
     graphs, for it differs with each packing."""
     global _by_sequence
-    _by_sequence = torch.compiler.disable(_by_sequence)
+    _by_sequence = cast(Any, torch.compiler.disable(_by_sequence))
     AttentionInterface.register(PACKED, packed_attention if flash else torch.compiler.disable(packed_attention))
 
 

@@ -311,7 +311,7 @@ def _distribute(
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = offloads  # or it makes master weights on the device
     made = get_megatron_optimizer(config, wrapped)
     if offloads:
-        move_to_host(made.chained_optimizers)
+        move_to_host(cast(Any, made).chained_optimizers)
     for group in made.param_groups:  # which only Megatron's own scheduler would do; 0 for norms
         group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
     return wrapped, made

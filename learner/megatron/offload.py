@@ -72,7 +72,7 @@ class HostAdamW:
         """Copies back to the accelerator are ordered before what the caller puts on its current stream later."""
         for group in self.param_groups:
             group["step"] += 1
-        ahead = deque[tuple[_Piece, _Staging, torch.cuda.Event | None]]()
+        ahead = deque[tuple[_Piece, _Staging, Any]]()  # and the event after its copy, on an accelerator
         for piece, staging in zip(self._pieces(), itertools.cycle(self._staging), strict=False):
             staging.gradient[: len(piece.weights)].copy_(piece.gradient, non_blocking=True)
             ahead.append(
