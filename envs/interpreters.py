@@ -96,7 +96,7 @@ class InterpreterTool:
                 self._session = await self._open()
             try:
                 ran = await self._session.run(program)
-            except BaseException:  # a caller that is cancelled ends the sandbox, too
+            except asyncio.CancelledError:  # a caller that is cancelled ends the sandbox, too
                 await self.close()
                 raise
             text = told(ran, (self._pool or local_pool()).limits)
