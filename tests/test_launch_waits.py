@@ -487,7 +487,6 @@ NEVER = {"asyncio.wait_for", "asyncio.timeout", "subprocess.call", "subprocess.c
 
 ALLOWED = {
     ("rpc/client.py", "asyncio.timeout"): "its steps count what it was awake; it raises DeadlineExceeded itself",
-    ("rpc/client.py", "asyncio.wait"): "within such a step",
     (
         "rollout/loop_watchdog.py",
         "self._thread.join",
@@ -504,11 +503,8 @@ ALLOWED = {
     ("envs/isolation/pool.py", "asyncio.timeout"): "ANSWER_S, after which the process is aborted",
     ("envs/isolation/pool.py", "asyncio.wait"): "the start of a process that was cancelled, which kills it",
     ("envs/sandbox/elsewhere.py", "asyncio.wait"): "the start of a machine, which has START_S",
-    ("envs/sandbox/process.py", "asyncio.timeout"): "the wall limit of a program, an outcome and no error",
     ("envs/sandbox/inside/confine.py", "os.waitpid"): "in the sandbox, whose limits the watchdog keeps",
     ("envs/sandbox/inside/guest.py", "os.waitpid"): "WNOHANG",
-    ("envs/verifiers/code.py", "asyncio.timeout"): "the limit of all cases of a program, beyond which it earns 0",
-    ("envs/verifiers/process_pool.py", "asyncio.timeout"): "the limit of a verifier, which its caller decides about",
     ("envs/adapters/inspect/player.py", "os.waitpid"): "of a process that was killed",
     ("envs/adapters/mcp.py", "asyncio.timeout"): "START_S and the tool's limit; raises EnvError or ToolError",
     ("rollout/player.py", "asyncio.timeout"): "the episode's own deadline, an outcome and no error",
@@ -538,7 +534,11 @@ ALLOWED = {
     ("weightsync/replica.py", "asyncio.wait"): "the callers are within their share of push_s",
     ("weightsync/replica.py", "asyncio.timeout"): "a cancel scope",
     ("weightsync/snapshot.py", "asyncio.wait"): "of a write that a thread has begun, whose file outlives it",
-    ("dashboard/app.py", "asyncio.timeout"): "until the next look at the files of the runs, unless the server stops",
+    ("dashboard/feed.py", "asyncio.timeout"): "until the next look at the files of the runs, unless the server stops",
+    ("dashboard/feed.py", "asyncio.wait"): "of what was cancelled",
+    ("envs/isolation/serve.py", "asyncio.wait"): "of an answer that was cancelled",
+    ("launch/supervisor/settings.py", "asyncio.wait"): "within WRITE_S, by with_deadline",
+    ("common/waits.py", "asyncio.wait"): "of what was cancelled",
     ("common/tasks.py", "asyncio.wait"): "the callers have the deadlines; of what was cancelled",
 }
 """(file, call) -> why it may."""
