@@ -66,7 +66,7 @@ class ImageName(NamedTuple):
 
 def image_parts(images: Sequence[PromptImage], salt: str) -> dict[str, Any]:
     """What a request with `images` has beside its token ids."""
-    return {"content_parts": [ImagePart.of(image, salt) for image in images]} if images else {}
+    return {"content_parts": [ImagePart.of(image, salt) for image in images]}
 
 
 def check_places(places: Iterable[tuple[int, int]], tokens: int) -> None:

@@ -79,7 +79,8 @@ class VllmEngine(HttpEngine):
         if self.routers is not None:
             start = sampling.experts_from
             parameters["routed_experts_prompt_start"] = len(token_ids) if start is None else start
-        return _request(token_ids, parameters, salt, priority=0) | STREAM | image_parts(images, salt)
+        body = _request(token_ids, parameters, salt, priority=0) | STREAM
+        return body | image_parts(images, salt) if images else body
 
     def score_request(self, token_ids: Sequence[int], salt: str) -> Body:
         parameters = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
