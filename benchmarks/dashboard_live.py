@@ -190,10 +190,8 @@ async def _look_all(this: Round, url: str, readers: int) -> int:
 async def _look(url: str, this: Round, reader: int, readers: int) -> int:
     """Look at one view after the other, each for as long."""
     mine, answers = PAGES[reader::readers], 0
-    run, shown_s = (
-        f"{url}api/runs/{this.path.parent.name}",
-        (this.until - this.counts_from) / len(PAGES[reader::readers]),
-    )
+    shown_s = (this.until - this.counts_from) / len(mine)
+    run = f"{url}api/runs/{this.path.parent.name}"
     async with aiohttp.ClientSession() as client, client.get(f"{url}api/events") as events:
         for number, page in enumerate(mine, 1):
             while (left := this.counts_from + number * shown_s - time.monotonic()) > 0:

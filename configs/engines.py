@@ -86,8 +86,12 @@ def is_quantized(engine: Servers) -> bool:
     return isinstance(engine, OptionServers | SlipstreamServers) and QUANTIZATION in engine.options
 
 
-def as_loaded(engine: Any) -> Any:
-    """`engine` where no learner pushes to it: it serves what it loads, which is not quantized."""
-    if not is_quantized(engine):
-        return engine
-    return structs.replace(engine, options={k: v for k, v in engine.options.items() if k != QUANTIZATION})
+def as_loaded(config: Any) -> Any:
+    """`config` of a server to which no learner pushes: it serves what it loads, which is not quantized."""
+    rollout = config.rollout
+    if not is_quantized(rollout.engine):
+        return config
+    options = {name: value for name, value in rollout.engine.options.items() if name != QUANTIZATION}
+    return structs.replace(
+        config, rollout=structs.replace(rollout, engine=structs.replace(rollout.engine, options=options))
+    )

@@ -158,10 +158,8 @@ def engine(inputs: RunInputs) -> str:
         others = check_servers(config)
         if not config.evaluation.every:  # else evaluations of checkpoints start a server here
             return others
-    if chosen.external or not inputs.pushed:  # the server that is started here serves what it loads
-        config = msgspec.structs.replace(
-            config, rollout=msgspec.structs.replace(config.rollout, engine=as_loaded(chosen))
-        )
+    if chosen.external or not inputs.pushed:  # nothing is pushed to the server that is started here
+        config = as_loaded(config)
     kind, on_cpu = servers.kind_of(chosen), servers.serves_on_cpu(config)
     servers.command(config, servers.LOOPBACK, 0, seed=config.seed)
     servers.check_options(config)

@@ -31,9 +31,8 @@ def become_engine(context: RunContext, name: str, listen: str, meet: str) -> Non
     config = structs.replace(
         config, model=structs.replace(model, path=local_folder(model.path, "model.path", weights=True))
     )
-    if not context.pushed:  # it serves what it loads, which is not quantized
-        engine = config.rollout.engine
-        config = structs.replace(config, rollout=structs.replace(config.rollout, engine=as_loaded(engine)))
+    if not context.pushed:
+        config = as_loaded(config)
     host, _, port = listen.rpartition(":")
     node = _node(name, meet) if meet else None
     files = None if node and node.rank else server_files(context, name, host)  # only the first answers requests
