@@ -149,7 +149,7 @@ def _make_host(host: int) -> tuple[int, int]:
 def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
     """Kill every process that `find` returns, until it returns none and all have ended. Raises TimeoutError where one survives."""
     deadline, left = time.monotonic() + KILL_S, list[psutil.Process]()
-    while left := [process for process in {*left, *find()} if not _has_ended(process)]:
+    while left := [process for process in {*left, *find()} if not has_ended(process)]:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -158,7 +158,7 @@ def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
         _, left = psutil.wait_procs(left, timeout=0.05)
 
 
-def _has_ended(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
     """Also where its parent, which may wait for this one, has not asked for its status yet."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from slipstream.chaos.audit import audit
 from slipstream.chaos.hosts import RESOLVER, Hosts, Namespaces
-from slipstream.chaos.switch import LinkState
+from slipstream.chaos.switch import LinkState, has_ended
 from slipstream.errors import ConfigError
 from slipstream.launch.supervisor.factory import CLIENT_FACTORY
 from slipstream.tests import forkgate
@@ -105,14 +105,6 @@ def name_of(process: psutil.Process) -> str:
     return ""
 
 
-def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; who waits for it may come later."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.full
 def test_hosts_of_a_user_who_may_make_no_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.chaos.hosts.may_make_namespaces", lambda: False)
@@ -122,9 +114,9 @@ def test_hosts_of_a_user_who_may_make_no_namespaces(tmp_path: Path, monkeypatch:
         assert all(before)
         assert not before[0] & before[1]
         hosts.kill(1)
-        assert not any(map(runs, before[1]))
+        assert all(map(has_ended, before[1]))
         assert len(servers) == 2  # Ray starts others that soon end
-        assert all(map(runs, servers))
+        assert not any(map(has_ended, servers))
         hosts.revive()
         with hosts.frozen(1):
             found = [process.status() for process in hosts.processes(1)]
@@ -133,7 +125,7 @@ def test_hosts_of_a_user_who_may_make_no_namespaces(tmp_path: Path, monkeypatch:
                 psutil.STATUS_STOPPED,
                 psutil.STATUS_ZOMBIE,
             }  # one that ended before its parent was stopped
-    assert not any(map(runs, before[0]))
+    assert all(map(has_ended, before[0]))
 
 
 @pytest.fixture(scope="module", autouse=True)
