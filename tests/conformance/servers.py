@@ -197,6 +197,8 @@ class Server:
     async def ended(self) -> int:
         """Return its exit status, negative for a signal, as soon as its process has ended."""
         assert self._process is not None
+        if (status := self._process.poll()) is not None:
+            return status
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         process = os.pidfd_open(self._process.pid)
         loop.add_reader(process, event.set)

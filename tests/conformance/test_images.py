@@ -130,9 +130,11 @@ async def test_images_are_seen_by_the_weights_that_were_pushed_last(seeing: Repl
 
 
 async def test_a_push_under_requests_with_images_is_exact(seeing: Replica) -> None:
+    """Also for those whose images the prefix cache had, so that no pass has read them before the push."""
     prompts = prompts_of(seeing.weights.folders[0])
     for _ in range(ROUNDS):
         old = await seeing.push(1)
+        await asyncio.gather(*(seeing.generate(one.token_ids, GREEDY, one.images) for one in prompts))
         asked_for = [asyncio.create_task(seeing.generate(one.token_ids, LONG, one.images)) for one in prompts]
         await seeing.running(len(prompts))
         new = await seeing.push(0)

@@ -5,6 +5,7 @@ Invariants:
 - An engine process never outlives the server that started it.
 - Every chunk of a stream names the versions of all tokens so far. vLLM itself does so in the last one only, which a server that
   dies never sends.
+- A worker keeps the pixels of a request as long as the request, so that a push can have the request's images read again.
 - A weight push that fails on several workers of a replica is reported once, as the failure of that call.
 """
 
@@ -29,8 +30,8 @@ GUARDED = ("init_weight_transfer_engine", "start_weight_update", "update_weights
 
 
 def register() -> None:
-    """Register the weight receiver and the model that sees images, put versions into every chunk, end child processes with their
-    parent. Idempotent."""
+    """Register the weight receiver and the model that sees images, put versions into every chunk, keep pixels, end child
+    processes with their parent. Idempotent."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -39,6 +40,7 @@ def register() -> None:
     ModelRegistry.register_model(SEEING, "slipstream.rollout.engines.vllm.images:SeeingQwen3VL")
     _report_versions_in_every_chunk()
     _collect_all_answers()
+    _keep_pixels()
     _end_with_parent()
 
 
@@ -104,6 +106,20 @@ def _collect_all_answers() -> None:
         return answers
 
     MultiprocExecutor.collective_rpc = collective_rpc  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _keep_pixels() -> None:
+    """Send the workers the pixels of every image. vLLM (0.32) leaves out those whose tokens its prefix cache has. A push clears
+    that cache under requests that run, whose images are then to be read again, and the engine process ends for want of them."""
+    from vllm.v1.core.sched import output
+
+    if not hasattr(output, "strip_covered_mm_data"):
+        return
+
+    def keep(features: list[Any], *_: object, **__: object) -> list[Any]:
+        return features
+
+    output.strip_covered_mm_data = keep  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _end_with_parent() -> None:
