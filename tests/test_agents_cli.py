@@ -15,8 +15,8 @@ from slipstream.configs.schema import Agent as AgentSettings
 from slipstream.envs import CALCULATOR, Message, Observation, StepResult, Task, TaskFile, call_tool
 from slipstream.errors import EngineError
 from slipstream.rollout.player import EpisodeResult
-from slipstream.tests.cli_agents import installed
 from slipstream.tests.episodes import Once
+from slipstream.tests.npm_packages import CLI_AGENTS
 from slipstream.tests.sessions import Script, call, check_exact, play_foreign
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return installed()
+    return CLI_AGENTS.installed()
 
 
 def settings_of(name: str, folder: Path, tmp_path: Path) -> AgentSettings:

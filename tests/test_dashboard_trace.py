@@ -19,6 +19,7 @@ from slipstream.dashboard.perfetto import field, varint
 from slipstream.dashboard.trace import Slice, lanes
 from slipstream.launch.cli.main import main
 from slipstream.monitor.timeline import read_spans
+from slipstream.tests import trace_processor
 from slipstream.tests.dashboard_runs import BEGAN, MEMBERS, DashboardRun
 from slipstream.tests.perfetto import read_perfetto
 from slipstream.tests.runs import WAIT_S
@@ -117,6 +118,27 @@ def test_perfetto_has_every_span_as_a_slice(run: Path, capsys: pytest.CaptureFix
     assert [v for _, v in trace.counters["worker-0/slots"]] == [4, 5, 6, 7]
     assert [v for _, v in trace.counters["worker-0/tokens per second"]] == [100, 100, 100]
     assert [v for _, v in trace.counters["worker-0/replicas.engine-0.kv"]] == [0.5] * 4
+
+
+def test_perfettos_own_program_finds_every_span(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trace"
+    assert main(["trace", str(run), "-o", str(out)]) == 0
+    found = trace_processor.rows(
+        out,
+        "select slice.ts, slice.dur, process.name, slice.name from slice join process_track on slice.track_id = process_track.id "
+        "join process using (upid) where slice.category = 'span'",
+    )
+    spans = list(read_spans(run))
+    assert len(found) == len(spans)
+    assert Counter((began, began + took, role) for began, took, role, _ in found) == Counter(
+        (round(span.t0 * 1e9), round(span.t1 * 1e9), role) for role, span in spans
+    )
+    assert {name for *_, name in found} == {span.what for _, span in spans} - {"tool"} | {"tool calculator"}
+    assert trace_processor.rows(out, "select name, value from stats where severity <> 'info' and value > 0") == []
+    values = (
+        "select value from counter join counter_track on track_id = counter_track.id where name = 'slots' order by ts"
+    )
+    assert trace_processor.rows(out, values) == [(4.0,), (5.0,), (6.0,), (7.0,)]
 
 
 def test_steps_have_their_time_and_their_episodes(
