@@ -18,7 +18,7 @@ ANSWER_S = 60.0
 def rows(trace: Path, sql: str) -> list[tuple[Any, ...]]:
     """What the query selects in a trace: whole numbers, floats, texts, None. Fails with what the program says of either."""
     page = TRACE_PROCESSOR.installed() / "node_modules" / "@pinpoint-apm" / "perfetto-ui"
-    protos = ProtoFactory(PlatformDelegate())
+    protos: Any = ProtoFactory(PlatformDelegate())
     kind = protos.TraceProcessorRpc
     requests = protos.TraceProcessorRpcStream()
     requests.msg.add(seq=0, request=kind.TPM_APPEND_TRACE_DATA, append_trace_data=trace.read_bytes())
