@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..buffer.group_table import group_number
 from ..common.spans import Span
 from ..monitor.timeline import read_series, read_spans
 
@@ -67,8 +68,9 @@ def under_way(began: Floats, ended: Floats, at: Floats) -> NDArray[np.intp]:
     return np.searchsorted(np.sort(began), at, "right") - np.searchsorted(np.sort(ended), at, "right")
 
 
-def read_run_spans(folder: Path) -> RunSpans:
-    """Those of the run in `folder`, which goes on or has ended."""
+def read_run_spans(folder: Path, leased: Mapping[int, float] | None = None) -> RunSpans:
+    """Those of the run in `folder`, which goes on or has ended. An episode of a group that is in `leased`, by when, began then: it
+    waited for the loop of its worker."""
     turns: dict[str, collections.deque[tuple[str, RecordedTurn]]] = {}
     played: dict[str, collections.deque[Span]] = {}
     learner: list[Span] = []
@@ -81,7 +83,7 @@ def read_run_spans(folder: Path) -> RunSpans:
             learner.append(span)
     learner.sort(key=lambda span: (span.t0, -span.t1))  # a phase before its parts
     takes = {int(span.ids["version"] or 0): (span.t0, span.t1) for span in learner if span.what == "take"}
-    workers = _workers(played, read_series(folder))
+    workers = _workers(played, read_series(folder), leased or {})
     replicas = _replicas(list(turns.values()), learner)
     return RunSpans(workers, replicas, _pushes(learner), _times(learner, "publish"), takes, _times(learner, "train"))
 
@@ -106,7 +108,9 @@ def _turn(span: Span) -> tuple[str, RecordedTurn]:
 
 
 def _workers(
-    played: Mapping[str, Iterable[Span]], series: Iterable[tuple[str, Mapping[str, Any]]]
+    played: Mapping[str, Iterable[Span]],
+    series: Iterable[tuple[str, Mapping[str, Any]]],
+    leased: Mapping[int, float],
 ) -> tuple[WorkerSpans, ...]:
     """Those that played whole episodes. Of a process that was started again the CPU time of the last one counts."""
     cpu: dict[str, list[tuple[float, float]]] = {}
@@ -119,7 +123,8 @@ def _workers(
     found: list[WorkerSpans] = []
     for role, spans in played.items():
         turns: dict[str, list[tuple[float, float]]] = {}
-        whole = {str(span.ids["episode"]): (span.t0, span.t1) for span in spans if span.what == "episode"}
+        ended = ((str(span.ids["episode"]), span) for span in spans if span.what == "episode")
+        whole = {id: (min(span.t0, leased.get(group_number(id), span.t0)), span.t1) for id, span in ended}
         for span in spans:
             if span.what == "turn":
                 turns.setdefault(str(span.ids["episode"]), []).append((span.t0, span.t1))
