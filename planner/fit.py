@@ -214,9 +214,11 @@ def _push(rows: Sequence[Row], spans: RunSpans, cohorts: int, decode: DecodeCurv
     pause_s = float(np.mean([row["pause_ms"] for row in rows])) / 1e3 / slowed
     if not spans.pushes:
         return PushProfile(push_s / cohorts, pause_s, steps=steps)
-    every = [seconds / slowed for push in spans.pushes for seconds in push]
-    cohort_s = min(sum(every) / len(every), push_s / cohorts)
-    return PushProfile(cohort_s, min(pause_s, cohort_s), push_s - cohorts * cohort_s, steps)
+    every = np.array([cohort for push in spans.pushes for cohort in push]) / slowed
+    lasted_s, canary_s = every.mean(axis=0).tolist()
+    cohort_s = min(lasted_s, push_s / cohorts)
+    pause_s = min(pause_s, cohort_s)
+    return PushProfile(cohort_s, pause_s, push_s - cohorts * cohort_s, min(canary_s, cohort_s - pause_s), steps)
 
 
 def _push_steps(spans: RunSpans, decode: DecodeCurve) -> tuple[float, float]:

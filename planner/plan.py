@@ -38,6 +38,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     once_s: float  # of a push, before its first cohort
     cohort_s: float
     pause_s: float
+    canary_s: float  # of `cohort_s`, after the pause
     push_steps: float  # decode steps that the push of a cohort waits for
     deliver_s: float  # from the end of an episode until its slot is free and its group counts
     take_s: float
@@ -81,6 +82,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             once_s=profile.push.once_s,
             cohort_s=profile.push.cohort_s,
             pause_s=profile.push.pause_s,
+            canary_s=profile.push.canary_s,
             push_steps=profile.push.steps,
             deliver_s=profile.deliver_s,
             take_s=learner.take_s,

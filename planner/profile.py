@@ -67,6 +67,7 @@ class PushProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cohort_s: Seconds  # of one cohort: transfer, swap, canary
     pause_s: Seconds  # of a replica
     once_s: Seconds = 0.0  # before the first cohort, however many there are: the learner gathers the weights
+    canary_s: Seconds = 0.0  # of `cohort_s`, after the pause: the replicas serve the new version already
     # Decode steps that the push of a cohort waits for beside requests: what it asks of a replica waits for the step under way.
     steps: Annotated[float, Meta(ge=0)] = 0.0
 

@@ -76,7 +76,7 @@ class SimulatedRun:
             for i in range(plan.replicas)
         ]
         self._fleet = SimulatedFleet(
-            clock, replicas, plan.cohort, plan.once_s, plan.cohort_s, plan.pause_s, drains=plan.drains
+            clock, replicas, plan.cohort, plan.once_s, plan.cohort_s, plan.pause_s, plan.canary_s, drains=plan.drains
         )
         longest = max(workload.longest for workload in plan.environments)
         self._workers = [

@@ -54,10 +54,17 @@ class WorkerSpans(msgspec.Struct, frozen=True):
     cpu: Floats
 
 
+class CohortSpan(NamedTuple):
+    """The push to one cohort. Seconds."""
+
+    lasted: float  # from the transfer to the canary
+    canary: float  # of these, after the last pause
+
+
 class RunSpans(msgspec.Struct, frozen=True):
     workers: tuple[WorkerSpans, ...]
     replicas: tuple[ReplicaSpans, ...]
-    pushes: tuple[tuple[float, ...], ...]  # of each push the seconds of its cohorts, from the transfer to the canary
+    pushes: tuple[tuple[CohortSpan, ...], ...]  # of each push its cohorts
     published: Floats  # float64[K, 2], from when to when each push lasted
     takes: dict[int, tuple[float, float]]  # version of the learner -> when it asked for a batch, and when it had it
     steps: Floats  # float64[K, 2], when the learner computed
@@ -159,17 +166,19 @@ def _replicas(
     )
 
 
-def _pushes(learner: Sequence[Span]) -> tuple[tuple[float, ...], ...]:
+def _pushes(learner: Sequence[Span]) -> tuple[tuple[CohortSpan, ...], ...]:
     """Those that reached a replica. A cohort lasts from its transfer to the last that its replicas did at that version."""
-    found: list[tuple[float, ...]] = []
+    found: list[tuple[CohortSpan, ...]] = []
     begins = [span.t0 for span in learner]
     for index, push in ((i, span) for i, span in enumerate(learner) if span.what == "publish"):
         parts = learner[index + 1 : bisect.bisect_right(begins, push.t1)]
-        cohorts: list[float] = []
+        cohorts: list[CohortSpan] = []
         for stage in (span for span in parts if span.what == "stage"):
             names = str(stage.ids["replicas"]).split(", ")
-            ends = [span.t1 for span in parts if span.ids.get("replica") in names and span.t0 >= stage.t0]
-            cohorts.append(max(ends, default=stage.t1) - stage.t0)
+            its = [span for span in parts if span.ids.get("replica") in names and span.t0 >= stage.t0]
+            end = max((span.t1 for span in its), default=stage.t1)
+            served = max((span.t1 for span in its if span.what == "pause"), default=end)
+            cohorts.append(CohortSpan(end - stage.t0, end - served))
         if cohorts:
             found.append(tuple(cohorts))
     return tuple(found)
