@@ -115,8 +115,8 @@ def _hand_overs(profile: RunProfile, folder: Path, law: EmulatedLaw) -> HandOver
         profile.push.once_s,
         profile.push.cohort_s,
         profile.push.pause_s,
-        profile.engine.request_s,
-        profile.engine.arrival_s,
+        profile.push.canary_s,
+        profile.engine.request_steps,
         profile.learner.take_s + mean(beyond),
         profile.deliver_s + mean(began),
     )

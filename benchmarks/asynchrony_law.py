@@ -73,11 +73,9 @@ class EmulatedLaw(msgspec.Struct, frozen=True):
         return RunProfile(
             settings=self.settings(bound),
             environments=(self.episodes,),
-            engine=EngineProfile(
-                curve, law.prefill_s, request_s=measured.request_s, arrival_s=measured.arrival_s, block=BLOCK
-            ),
+            engine=EngineProfile(curve, law.prefill_s, request_steps=measured.request_steps, block=BLOCK),
             learner=LearnerProfile((self.seconds_per_token,), take_s=measured.take_s),
-            push=PushProfile(measured.cohort_s, measured.pause_s, measured.once_s),
+            push=PushProfile(measured.cohort_s, measured.pause_s, measured.once_s, measured.canary_s),
             deliver_s=measured.deliver_s,
         )
 
@@ -87,13 +85,13 @@ class EmulatedLaw(msgspec.Struct, frozen=True):
 
 
 class HandOvers(msgspec.Struct, frozen=True):
-    """What no law says: the system's own times, in seconds, as a run showed them; see `RunProfile`."""
+    """What no law says: the system's own times, in seconds and in decode steps, as a run showed them; see `RunProfile`."""
 
     once_s: float
     cohort_s: float
     pause_s: float
-    request_s: float
-    arrival_s: float
+    canary_s: float
+    request_steps: float
     take_s: float  # with what a step takes beyond its law
     deliver_s: float  # with what an episode takes before its first request
 

@@ -35,6 +35,7 @@ PROBES = {
 }
 STEPS = 30
 LEAST_STEPS = 12  # a profile needs 10 at a bound of 2
+SEEDS = 4  # simulations of each profile, of which the prediction is the mean: one has the noise of a run
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -75,20 +76,20 @@ def rows(bases: Sequence[Measured], probes: Sequence[Measured]) -> tuple[Row, ..
     """The runs themselves from their own profiles, then each probe from those beside it."""
     own = [_simulated(base, ()) for base in bases]
     found = [
-        _row(f"itself, run {n + 1}", [predicted], base)
+        _row(f"itself, run {n + 1}", predicted, base)
         for n, (predicted, base) in enumerate(zip(own, bases, strict=True))
     ]
     for number, (name, probe) in enumerate(zip(PROBES, probes, strict=True)):
         change = (PROBES[name],)
-        beside = [_simulated(base, change) for base in bases[number : number + 2]]
+        beside = [figures for base in bases[number : number + 2] for figures in _simulated(base, change)]
         found.append(_row(name, beside, probe))
     return tuple(found)
 
 
-def _simulated(base: Measured, change: tuple[str, ...]) -> RunFigures:
+def _simulated(base: Measured, change: tuple[str, ...]) -> list[RunFigures]:
     """As many steps as the run had: the number of episodes that run at once grows for the first half minute."""
     plan = SimulationPlan.of(base.profile, change)
-    return simulate(plan, plan.settling + base.figures.steps).figures
+    return [simulate(plan, plan.settling + base.figures.steps, seed).figures for seed in range(SEEDS)]
 
 
 def _row(name: str, predicted: Sequence[RunFigures], run: Measured) -> Row:

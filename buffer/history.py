@@ -22,7 +22,10 @@ ENDED = (
     " AND EXISTS (SELECT 1 FROM trajectories WHERE group_id = groups.id) ORDER BY id"
 )
 ROWS = "SELECT id, header, length FROM trajectories WHERE group_id = ?"
-LEASED = "SELECT leased_time FROM groups WHERE id = ? AND leased_time IS NOT NULL"
+LEASED = (
+    "SELECT id, leased_time FROM groups WHERE leased_time IS NOT NULL"
+    " AND id >= (SELECT coalesce(min(id), 0) FROM groups WHERE trained_at > ?)"
+)
 DELIVERED = "SELECT id, delivered_time FROM episodes WHERE group_id = ? AND delivered_time IS NOT NULL"
 COMPLETE = (
     "SELECT trained_at, max(ready_time) FROM groups WHERE trained_at > ? AND ready_time IS NOT NULL GROUP BY trained_at"
@@ -51,10 +54,10 @@ def read_groups(path: Path, after: int, most: int, *, active: bool = True) -> li
 
 
 def read_times(path: Path, after: int, groups: Collection[int], *, active: bool = True) -> BufferTimes:
-    """Times of `groups` and of their episodes, and of all batches since version `after`. Otherwise as `read_groups`."""
+    """Times of all groups and batches since version `after`, and of the episodes of `groups`. Otherwise as `read_groups`."""
     with _reading(path, active=active) as db:
         return BufferTimes(
-            {id: seconds for id in groups for (seconds,) in db.execute(LEASED, (id,))},
+            dict(db.execute(LEASED, (after,))),
             {episode: seconds for id in groups for episode, seconds in db.execute(DELIVERED, (id,))},
             dict(db.execute(COMPLETE, (after,))),
         )

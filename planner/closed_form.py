@@ -64,8 +64,8 @@ def makespan(batch: Sequence[EpisodeShape], plan: SimulationPlan) -> float:
     for first in range(min(plan.replicas, len(batch))):
         mine = batch[first :: plan.replicas]
         stalled = plan.prefill_s * sum(sum(turn.prompt for turn in e.turns) - e.shared for e in mine)
-        waiting = max(episode.environment_s + len(episode.turns) * plan.request_s for episode in mine)
-        stalled += plan.arrival_s * len(mine)
+        request_s = plan.request_steps * plan.decode.step_s(min(len(mine), plan.max_concurrent))
+        waiting = max(episode.environment_s + len(episode.turns) * request_s for episode in mine)
         longest = max(longest, stalled + waiting + plan.deliver_s + _decode_s([e.sampled for e in mine], plan))
     return longest
 

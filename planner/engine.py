@@ -5,7 +5,7 @@
 
 Invariants:
 - At most `max_concurrent` sequences decode; the others queue in the order of their arrival.
-- Requests arrive one after the other, each some time after it was sent.
+- A request is taken in after some decode steps, each with as many sequences as the replica then has requests.
 - A step decodes one token of every running sequence and takes the seconds that the decode curve has for their number.
 - Every sampled token has the version that the replica served then. A request's tokens by version sum to its tokens.
 - While the learner of the same host computes, the replica is slowed by a factor: steps and arrivals take longer, prefills do not.
@@ -46,6 +46,10 @@ class DecodeCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lowest = min(y for _, y in points)  # below the first point a falling line must not reach 0
         return max(lowest / 2, y0 + (y1 - y0) * (running - x0) / (x1 - x0))
 
+    def under_way_s(self, running: float) -> float:
+        """Seconds of the step that is under way: none where no sequence runs."""
+        return self.step_s(max(1.0, running)) if running else 0.0
+
     def scaled(self, factor: float) -> DecodeCurve:
         return DecodeCurve(tuple((running, seconds * factor) for running, seconds in self.points))
 
@@ -80,22 +84,20 @@ class SimulatedReplica:
         *,
         recompute: bool,
         block: int = 1,
-        request_s: float = 0.0,
-        arrival_s: float = 0.0,
+        request_steps: float = 0.0,
     ) -> None:
         self.name = name
         self.version = 0
         self._prefill_s = prefill_s
         self._block = block
-        self._request_s, self._arrival_s = request_s, arrival_s
+        self._request_steps = request_steps
         self._slowness = 1.0
-        self._arrived_at = 0.0  # when the newest request that is on the way is with the server
         self._on_the_way: set[SimulatedRequest] = set()
         self._clock = clock
         self._max_concurrent = max_concurrent
         self._recompute = recompute
         self._queue: deque[SimulatedRequest] = deque()
-        unit_s = [curve.step_s(max(1, n)) for n in range(max_concurrent + 1)]
+        self._unit_s = unit_s = [curve.step_s(max(1, n)) for n in range(max_concurrent + 1)]
         self._processor: SharedProcessor[SimulatedRequest] = SharedProcessor(clock, unit_s, self._finish)
         self._paused = False
         self._drained: Callable[[], None] | None = None  # called when nothing is decoded any more
@@ -110,13 +112,12 @@ class SimulatedReplica:
 
     def submit(self, request: SimulatedRequest) -> None:
         request.replica = self
-        if not self._request_s and not self._arrival_s:
+        if not self._request_steps:
             self._arrive(request)
             return
         self._on_the_way.add(request)
-        self._arrived_at = max(self._arrived_at, self._clock.now) + self._slowness * self._arrival_s
-        seconds = self._arrived_at + self._slowness * self._request_s - self._clock.now
-        self._clock.after(seconds, self._arrive_unless_cancelled, request)
+        step_s = self._unit_s[min(self.in_flight, self._max_concurrent)]
+        self._clock.after(self._slowness * self._request_steps * step_s, self._arrive_unless_cancelled, request)
 
     def _arrive_unless_cancelled(self, request: SimulatedRequest) -> None:
         if request in self._on_the_way:

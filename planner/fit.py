@@ -25,6 +25,7 @@ from ..configs.engines import OptionServers
 from ..configs.environments import parts_by_key, shares_of
 from ..errors import ConfigError
 from ..monitor.metrics import Row
+from .engine import DecodeCurve
 from .figures import RunFigures, StepSample, figures_of
 from .guess import guess_engine, scaled_to_episodes
 from .plan import SimulationPlan
@@ -73,7 +74,7 @@ def fit_profile(run: RunRecords, *, resumable: bool = True) -> RunProfile:
     episodes = [episode for group in groups for episode in group]
     ids = {episode[0].group_id for episode in episodes}
     times = read_times(run.database, run.since, ids, active=run.active)
-    spans = read_run_spans(run.folder)
+    spans = read_run_spans(run.folder, times.leased)
     served = [row["replicas"] for row in rows if row.get("replicas")]
     replicas = max(1, round(sum(served) / len(served)) if served else config.rollout.engine.count)
     began = [_began(episode, times.leased) for episode in episodes]
@@ -91,7 +92,7 @@ def fit_profile(run: RunRecords, *, resumable: bool = True) -> RunProfile:
         greedy=plays_greedily(config.learner.algorithm),
         measured=measured,
     )
-    push = _push(rows, spans, SimulationPlan.of(profile).cohorts)
+    push = _push(rows, spans, SimulationPlan.of(profile).cohorts, engine.decode)
     profile = msgspec.structs.replace(profile, push=push)
     return scaled_to_episodes(profile) if profile.engine.source == "fitted" else profile
 
@@ -198,42 +199,46 @@ def _engine(
         ranks,
         "recorded",
         law.running,
-        request_s=law.request_s,
-        arrival_s=law.arrival_s,
+        request_steps=law.request_steps,
         contention=law.contention,
         block=law.block,
     )
     return found, 1 / (1 - law.beside + law.beside / law.contention)
 
 
-def _push(rows: Sequence[Row], spans: RunSpans, cohorts: int) -> PushProfile:
+def _push(rows: Sequence[Row], spans: RunSpans, cohorts: int, decode: DecodeCurve) -> PushProfile:
     """What is not of a cohort happens once: weights are gathered, a checkpoint is written now and then."""
-    crowding, slowed = _crowding(spans)
+    steps, slowed = _push_steps(spans, decode)
+    steps /= cohorts
     push_s = float(np.mean([row["push_s"] for row in rows])) / slowed
     pause_s = float(np.mean([row["pause_ms"] for row in rows])) / 1e3 / slowed
     if not spans.pushes:
-        return PushProfile(push_s / cohorts, pause_s, crowding=crowding)
-    every = [seconds / slowed for push in spans.pushes for seconds in push]
-    cohort_s = min(sum(every) / len(every), push_s / cohorts)
-    return PushProfile(cohort_s, min(pause_s, cohort_s), push_s - cohorts * cohort_s, crowding)
+        return PushProfile(push_s / cohorts, pause_s, steps=steps)
+    every = np.array([cohort for push in spans.pushes for cohort in push]) / slowed
+    lasted_s, canary_s = every.mean(axis=0).tolist()
+    cohort_s = min(lasted_s, push_s / cohorts)
+    pause_s = min(pause_s, cohort_s)
+    return PushProfile(cohort_s, pause_s, push_s - cohorts * cohort_s, min(canary_s, cohort_s - pause_s), steps)
 
 
-def _crowding(spans: RunSpans) -> tuple[float, float]:
-    """How much longer a push takes for each request that is in flight on a replica, as a share of one beside idle replicas; and how
-    many times as long the run's pushes took: the straight line of least squares through all pushes."""
+def _push_steps(spans: RunSpans, decode: DecodeCurve) -> tuple[float, float]:
+    """Decode steps that a push waits for, and how many times as long the run's pushes took as they do beside idle replicas: the
+    straight line of least squares through the seconds of all pushes by those of a step under way, as a mean over the push."""
     published = spans.published
     if len(published) < LEAST_STEPS or not spans.replicas:
         return 0.0, 1.0
     at = np.linspace(published[:, 0], published[:, 1], LOOKS, axis=1)
-    in_flight = np.zeros(len(published))
+    step_s = np.zeros(len(published))
     for replica in spans.replicas:
-        in_flight += under_way(replica.turns[:, 0], replica.turns[:, 2], at).mean(axis=1)
-    in_flight /= len(spans.replicas)
+        running = under_way(replica.turns[:, 0], replica.turns[:, 2], at)
+        by_number = np.array([decode.under_way_s(n) for n in range(int(running.max()) + 1)])
+        step_s += by_number[running].mean(axis=1)
+    step_s /= len(spans.replicas)
     seconds = published[:, 1] - published[:, 0]
-    mean_s, mean = float(seconds.mean()), float(in_flight.mean())
-    slope = float(np.polyfit(in_flight, seconds, 1)[0]) if in_flight.std() > 0 else 0.0
-    alone_s = min(mean_s, max(mean_s - slope * mean, mean_s / MOST_CROWDED))
-    return ((mean_s / alone_s - 1) / mean if mean else 0.0), mean_s / alone_s
+    mean_s, mean_step_s = float(seconds.mean()), float(step_s.mean())
+    slope = float(np.polyfit(step_s, seconds, 1)[0]) if step_s.std() > 0 else 0.0
+    alone_s = min(mean_s, max(mean_s - slope * mean_step_s, mean_s / MOST_CROWDED))
+    return ((mean_s - alone_s) / mean_step_s if mean_step_s else 0.0), mean_s / alone_s
 
 
 # --- the learner ----------------------------------------------------------------------------------------------------

@@ -148,8 +148,8 @@ class TwoChoicesRouter:
 
 
 class SimulatedFleet:
-    """`once_s` seconds before the first cohort, and `cohort_s` for each, of which a replica pauses `pause_s`. With `drains` its
-    replicas finish what they decode before they pause."""
+    """`once_s` seconds before the first cohort, and `cohort_s` for each, of which a replica pauses `pause_s`; then it serves the
+    new version, and is checked for the last `canary_s`. With `drains` its replicas finish what they decode before they pause."""
 
     def __init__(
         self,
@@ -159,6 +159,7 @@ class SimulatedFleet:
         once_s: float,
         cohort_s: float,
         pause_s: float,
+        canary_s: float,
         *,
         drains: bool = False,
     ) -> None:
@@ -169,6 +170,7 @@ class SimulatedFleet:
         self._once_s = once_s
         self._cohort_s = cohort_s
         self._pause_s = min(cohort_s, pause_s)
+        self._canary_s = min(cohort_s - self._pause_s, canary_s)
         self._drains = drains
         self._revision = 0
 
@@ -214,9 +216,11 @@ class SimulatedFleet:
         for index, cohort in enumerate(self._cohorts):
             begins = slowness * (self._once_s + index * self._cohort_s)
             ends = begins + slowness * self._cohort_s
-            self._clock.after(max(begins, ends - slowness * self._pause_s), self._pause, cohort)
+            served = ends - slowness * self._canary_s
+            self._clock.after(max(begins, served - slowness * self._pause_s), self._pause, cohort)
+            self._clock.after(served, self._swap, cohort, version)
             last = index + 1 == len(self._cohorts)
-            self._clock.after(ends, self._swap, cohort, version, done if last else None)
+            self._clock.after(ends, self._checked, done if last else None)
 
     def _push_drained(self, index: int, version: int, done: Callable[[], None], slowness: float) -> None:
         """Push to the cohort `index` and those after it. Each replica swaps when it has drained; the next cohort waits for all."""
@@ -226,23 +230,30 @@ class SimulatedFleet:
             nonlocal left
             left -= 1
             last = not left and index + 1 == len(self._cohorts)
-            self._swap([replica], version, done if last else None)
-            if not left and not last:
+            self._swap([replica], version)
+            if not left:
+                self._clock.after(slowness * self._canary_s, checked, last)
+
+        def checked(last: bool) -> None:
+            self._checked(done if last else None)
+            if not last:
                 self._push_drained(index + 1, version, done, slowness)
 
         def drain() -> None:
             for replica in cohort:
                 replica.drain(functools.partial(self._clock.after, slowness * self._pause_s, swap, replica))
 
-        self._clock.after(slowness * (self._cohort_s - self._pause_s), drain)
+        self._clock.after(slowness * (self._cohort_s - self._pause_s - self._canary_s), drain)
 
     def _pause(self, cohort: Sequence[SimulatedReplica]) -> None:
         for replica in cohort:
             replica.pause()
 
-    def _swap(self, cohort: Sequence[SimulatedReplica], version: int, done: Callable[[], None] | None) -> None:
+    def _swap(self, cohort: Sequence[SimulatedReplica], version: int) -> None:
         for replica in cohort:
             replica.swap(version)
+
+    def _checked(self, done: Callable[[], None] | None) -> None:
         self.publish()
         if done is not None:
             done()

@@ -19,6 +19,8 @@ from typing import Any, Generic, TypeVar
 
 J = TypeVar("J")
 
+# `unit_s` of a processor that jobs share in equal parts: a unit is a second of work of a job that is alone.
+ONE_AT_A_TIME = range(1 << 31)
 ROUNDING = 1e-6  # units that floating point may lack at the end of a job
 
 

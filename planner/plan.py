@@ -27,8 +27,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     decode: DecodeCurve
     prefill_s: float
     block: int  # tokens of a block of the prefix cache
-    request_s: float  # of a request until the step that makes its first token
-    arrival_s: float  # of a request, before the next one arrives
+    request_steps: float  # decode steps that a request waits for
     contention: float  # how many times as long replicas and workers take while the learner computes
     learner_contention: float  # how many times as long steps take beside replicas that work
     replicas: int
@@ -39,7 +38,8 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     once_s: float  # of a push, before its first cohort
     cohort_s: float
     pause_s: float
-    crowding: float  # how much longer a push takes for each request in flight on a replica, as a share
+    canary_s: float  # of `cohort_s`, after the pause
+    push_steps: float  # decode steps that the push of a cohort waits for
     deliver_s: float  # from the end of an episode until its slot is free and its group counts
     take_s: float
     step_s: tuple[
@@ -71,8 +71,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             decode=profile.engine.decode,
             prefill_s=profile.engine.prefill_s,
             block=profile.engine.block,
-            request_s=profile.engine.request_s,
-            arrival_s=profile.engine.arrival_s,
+            request_steps=profile.engine.request_steps,
             contention=profile.engine.contention,
             learner_contention=learner.contention,
             replicas=engine.count,
@@ -83,7 +82,8 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             once_s=profile.push.once_s,
             cohort_s=profile.push.cohort_s,
             pause_s=profile.push.pause_s,
-            crowding=profile.push.crowding,
+            canary_s=profile.push.canary_s,
+            push_steps=profile.push.steps,
             deliver_s=profile.deliver_s,
             take_s=learner.take_s,
             step_s=tuple(seconds * learner.ranks / ranks for seconds in learner.seconds_per_token),
@@ -101,6 +101,11 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     @property
     def push_s(self) -> float:
         return self.once_s + self.cohorts * self.cohort_s
+
+    def push_slowness(self, in_flight: float) -> float:
+        """How many times as long a push takes while each replica has so many requests."""
+        waits_s = self.cohorts * self.push_steps * self.decode.under_way_s(in_flight)
+        return 1 + waits_s / self.push_s if self.push_s else 1.0
 
     @property
     def settling(self) -> int:

@@ -23,7 +23,7 @@ from .figures import RunFigures
 from .workload import Seconds, Workload
 
 PROFILE = "profile.json"  # in the folder of a run
-FORMAT = 1  # raise it when a field changes its meaning
+FORMAT = 2  # raise it when a field changes its meaning
 # Any preset, with an advantage that allows groups of every size and of equal rewards: `load` checks settings as it checks those of
 # a config, and a simulation reads no other key of it. What the algorithm of a run allows is for the run's own config to say.
 BASE, ANY_ADVANTAGE = "quickstart", 'learner.algorithm.advantage={kind: python, function: "any:advantage"}'
@@ -67,7 +67,9 @@ class PushProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cohort_s: Seconds  # of one cohort: transfer, swap, canary
     pause_s: Seconds  # of a replica
     once_s: Seconds = 0.0  # before the first cohort, however many there are: the learner gathers the weights
-    crowding: Seconds = 0.0  # how much longer for each request in flight on a replica, as a share of all this
+    canary_s: Seconds = 0.0  # of `cohort_s`, after the pause: the replicas serve the new version already
+    # Decode steps that the push of a cohort waits for beside requests: what it asks of a replica waits for the step under way.
+    steps: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,10 +82,8 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # did. `given`: by who wrote the file.
     source: Literal["recorded", "fitted", "given"] = "given"
     running: float = 0.0  # sequences that ran at once, on average
-    # From the request to the step that makes its first token: the way there, the step under way. Then what the server needs for
-    # each request that came before and is on the way, too: it takes them in one after the other.
-    request_s: Seconds = 0.0
-    arrival_s: Seconds = 0.0
+    # Decode steps, of as many sequences as the replica has requests, from a request to the step that makes its first token.
+    request_steps: Annotated[float, Meta(ge=0)] = 0.0
     # How many times as long a replica and a worker take while the learner computes: they share a host's cores. All other times are
     # those of a replica beside which the learner does not compute.
     contention: Annotated[float, Meta(ge=1)] = 1.0
@@ -93,7 +93,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RunProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module. `measured` are the figures of the run, from which a simulation of the run itself should not differ."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     settings: dict[str, bool | int | str]
     environments: Annotated[tuple[Workload, ...], Meta(min_length=1)]
     engine: EngineProfile

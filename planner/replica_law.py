@@ -45,8 +45,7 @@ class ReplicaLaw(msgspec.Struct, frozen=True):
 
     decode: DecodeCurve
     prefill_s: float
-    request_s: float
-    arrival_s: float
+    request_steps: float
     block: int
     running: float
     contention: float  # how many times as long all this takes while the learner computes
@@ -162,7 +161,7 @@ def replica_law(
     return ReplicaLaw(
         curve,
         best.prefill_s,
-        *_arrivals(alone, curve, best.prefill_s, max_concurrent),
+        _request_steps(alone, curve, best.prefill_s, max_concurrent),
         max(1, int(np.gcd.reduce(cached))),
         float((running * seconds).sum() / seconds.sum()),
         best.contention,
@@ -258,22 +257,20 @@ def _not_falling(values: Floats, weights: Floats) -> Floats:
     return np.array([mean for mean, _, members in pools for _ in range(members)])
 
 
-def _arrivals(loads: list[_Load], curve: DecodeCurve, prefill_s: float, max_concurrent: int) -> tuple[float, float]:
-    """Seconds from a request to the step that makes its first token, and more of them for each other one that has none yet: a
-    straight line through the requests that found a place, by the mean number of those others meanwhile. Neither is negative. (By
-    the number at its beginning the line is too flat: a server takes requests in side by side, those of a group come in bursts.)"""
-    beyond, beside = list[Floats](), list[Floats]()
+def _request_steps(loads: list[_Load], curve: DecodeCurve, prefill_s: float, max_concurrent: int) -> float:
+    """Decode steps, of as many sequences as the replica had requests, from a request to the step that makes its first token: mean
+    seconds over mean seconds of such a step, of the requests that found a place. (Not the slope of the one by the other: requests
+    come in bursts, and the last of a burst, which sees the most, waits for the shortest time.)"""
+    waited, steps = list[Floats](), list[Floats]()
     for load in loads:
-        earlier = np.searchsorted(np.sort(load.sent), load.sent)
-        had_place = earlier - np.searchsorted(np.sort(load.last), load.sent) < max_concurrent
+        requests = np.searchsorted(np.sort(load.sent), load.sent, "right") - np.searchsorted(
+            np.sort(load.last), load.sent
+        )
+        had_place = requests <= max_concurrent
         prefilled = load.prefilled(load.first - load.step / 2, load.first + load.step / 2)
-        steps = np.array([curve.step_s(max(1.0, n)) for n in load.number_running(load.first).tolist()])
-        found = load.between(load.unpaused, load.sent, load.first) - prefill_s * prefilled - steps
-        beyond.append(found[had_place])
-        beside.append(load.mean_pending()[had_place] - 1)
-    waited, others = np.concatenate(beyond), np.concatenate(beside)
-    if not len(waited):
-        return 0.0, 0.0
-    slope = float(np.polyfit(others, waited, 1)[0]) if others.std() > 0 else 0.0
-    arrival_s = min(max(0.0, slope), max(0.0, float(waited.mean())) / max(1.0, float(others.mean())))
-    return max(0.0, float(waited.mean()) - arrival_s * float(others.mean())), arrival_s
+        own = np.array([curve.under_way_s(n) for n in load.number_running(load.first).tolist()])
+        found = load.between(load.unpaused, load.sent, load.first) - prefill_s * prefilled - own
+        waited.append(found[had_place])
+        steps.append(np.array([curve.under_way_s(n) for n in requests[had_place].tolist()]))
+    total_s = float(np.concatenate(steps).sum())
+    return max(0.0, float(np.concatenate(waited).sum()) / total_s) if total_s else 0.0

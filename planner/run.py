@@ -71,13 +71,12 @@ class SimulatedRun:
                 plan.max_concurrent,
                 recompute=plan.recompute,
                 block=plan.block,
-                request_s=plan.request_s,
-                arrival_s=plan.arrival_s,
+                request_steps=plan.request_steps,
             )
             for i in range(plan.replicas)
         ]
         self._fleet = SimulatedFleet(
-            clock, replicas, plan.cohort, plan.once_s, plan.cohort_s, plan.pause_s, drains=plan.drains
+            clock, replicas, plan.cohort, plan.once_s, plan.cohort_s, plan.pause_s, plan.canary_s, drains=plan.drains
         )
         longest = max(workload.longest for workload in plan.environments)
         self._workers = [
@@ -236,7 +235,7 @@ class SimulatedRun:
         self.replay.commit(self.replay.version)
         self.replay.table.drain()
         self._stepped_at = self._clock.now
-        slowness = 1 + self.plan.crowding * self._fleet.in_flight / self.plan.replicas
+        slowness = self.plan.push_slowness(self._fleet.in_flight / self.plan.replicas)
         self._fleet.push(self.replay.version, self._served, slowness)
 
     def _served(self) -> None:

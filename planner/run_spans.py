@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..buffer.group_table import group_number
 from ..common.spans import Span
 from ..monitor.timeline import read_series, read_spans
 
@@ -53,10 +54,17 @@ class WorkerSpans(msgspec.Struct, frozen=True):
     cpu: Floats
 
 
+class CohortSpan(NamedTuple):
+    """The push to one cohort. Seconds."""
+
+    lasted: float  # from the transfer to the canary
+    canary: float  # of these, after the last pause
+
+
 class RunSpans(msgspec.Struct, frozen=True):
     workers: tuple[WorkerSpans, ...]
     replicas: tuple[ReplicaSpans, ...]
-    pushes: tuple[tuple[float, ...], ...]  # of each push the seconds of its cohorts, from the transfer to the canary
+    pushes: tuple[tuple[CohortSpan, ...], ...]  # of each push its cohorts
     published: Floats  # float64[K, 2], from when to when each push lasted
     takes: dict[int, tuple[float, float]]  # version of the learner -> when it asked for a batch, and when it had it
     steps: Floats  # float64[K, 2], when the learner computed
@@ -67,8 +75,9 @@ def under_way(began: Floats, ended: Floats, at: Floats) -> NDArray[np.intp]:
     return np.searchsorted(np.sort(began), at, "right") - np.searchsorted(np.sort(ended), at, "right")
 
 
-def read_run_spans(folder: Path) -> RunSpans:
-    """Those of the run in `folder`, which goes on or has ended."""
+def read_run_spans(folder: Path, leased: Mapping[int, float] | None = None) -> RunSpans:
+    """Those of the run in `folder`, which goes on or has ended. An episode of a group that is in `leased`, by when, began then: it
+    waited for the loop of its worker."""
     turns: dict[str, collections.deque[tuple[str, RecordedTurn]]] = {}
     played: dict[str, collections.deque[Span]] = {}
     learner: list[Span] = []
@@ -81,7 +90,7 @@ def read_run_spans(folder: Path) -> RunSpans:
             learner.append(span)
     learner.sort(key=lambda span: (span.t0, -span.t1))  # a phase before its parts
     takes = {int(span.ids["version"] or 0): (span.t0, span.t1) for span in learner if span.what == "take"}
-    workers = _workers(played, read_series(folder))
+    workers = _workers(played, read_series(folder), leased or {})
     replicas = _replicas(list(turns.values()), learner)
     return RunSpans(workers, replicas, _pushes(learner), _times(learner, "publish"), takes, _times(learner, "train"))
 
@@ -106,7 +115,9 @@ def _turn(span: Span) -> tuple[str, RecordedTurn]:
 
 
 def _workers(
-    played: Mapping[str, Iterable[Span]], series: Iterable[tuple[str, Mapping[str, Any]]]
+    played: Mapping[str, Iterable[Span]],
+    series: Iterable[tuple[str, Mapping[str, Any]]],
+    leased: Mapping[int, float],
 ) -> tuple[WorkerSpans, ...]:
     """Those that played whole episodes. Of a process that was started again the CPU time of the last one counts."""
     cpu: dict[str, list[tuple[float, float]]] = {}
@@ -119,7 +130,8 @@ def _workers(
     found: list[WorkerSpans] = []
     for role, spans in played.items():
         turns: dict[str, list[tuple[float, float]]] = {}
-        whole = {str(span.ids["episode"]): (span.t0, span.t1) for span in spans if span.what == "episode"}
+        ended = ((str(span.ids["episode"]), span) for span in spans if span.what == "episode")
+        whole = {id: (min(span.t0, leased.get(group_number(id), span.t0)), span.t1) for id, span in ended}
         for span in spans:
             if span.what == "turn":
                 turns.setdefault(str(span.ids["episode"]), []).append((span.t0, span.t1))
@@ -154,17 +166,19 @@ def _replicas(
     )
 
 
-def _pushes(learner: Sequence[Span]) -> tuple[tuple[float, ...], ...]:
+def _pushes(learner: Sequence[Span]) -> tuple[tuple[CohortSpan, ...], ...]:
     """Those that reached a replica. A cohort lasts from its transfer to the last that its replicas did at that version."""
-    found: list[tuple[float, ...]] = []
+    found: list[tuple[CohortSpan, ...]] = []
     begins = [span.t0 for span in learner]
     for index, push in ((i, span) for i, span in enumerate(learner) if span.what == "publish"):
         parts = learner[index + 1 : bisect.bisect_right(begins, push.t1)]
-        cohorts: list[float] = []
+        cohorts: list[CohortSpan] = []
         for stage in (span for span in parts if span.what == "stage"):
             names = str(stage.ids["replicas"]).split(", ")
-            ends = [span.t1 for span in parts if span.ids.get("replica") in names and span.t0 >= stage.t0]
-            cohorts.append(max(ends, default=stage.t1) - stage.t0)
+            its = [span for span in parts if span.ids.get("replica") in names and span.t0 >= stage.t0]
+            end = max((span.t1 for span in its), default=stage.t1)
+            served = max((span.t1 for span in its if span.what == "pause"), default=end)
+            cohorts.append(CohortSpan(end - stage.t0, end - served))
         if cohorts:
             found.append(tuple(cohorts))
     return tuple(found)

@@ -23,12 +23,11 @@ from ..buffer.trajectory import FINISHED, UNWANTED, Outcome
 from ..rollout.concurrency import Concurrency, EngineLoad
 from .engine import SimulatedRequest
 from .fleet import SimulatedRouter
-from .kernel import SharedProcessor, VirtualClock
+from .kernel import ONE_AT_A_TIME, SharedProcessor, VirtualClock
 from .plan import SimulationPlan
 from .workload import EpisodeShape
 
 CANCELLED = Outcome("failed", UNWANTED)
-ONE_AT_A_TIME = range(1 << 31)  # seconds that a second of work takes, by how many episodes the worker computes for
 
 
 class PlayedEpisode:

@@ -223,9 +223,12 @@ class RecordedRun(SimulatedRun):
             begins = now + plan.once_s + index * plan.cohort_s
             names = [r.name for r in self._fleet.replicas[index * plan.cohort : (index + 1) * plan.cohort]]
             ends = begins + plan.cohort_s
-            self._record("learner-0", begins, ends - plan.pause_s, "stage", version=version, replicas=", ".join(names))
+            served = ends - plan.canary_s
+            pauses = served - plan.pause_s
+            self._record("learner-0", begins, pauses, "stage", version=version, replicas=", ".join(names))
             for name in names:
-                self._record("learner-0", ends - plan.pause_s, ends, "pause", version=version, replica=name)
+                self._record("learner-0", pauses, served, "pause", version=version, replica=name)
+                self._record("learner-0", served, ends, "canary", version=version, replica=name)
         self._record("learner-0", now, now + plan.push_s, "publish", version=version)
 
     def _served(self) -> None:

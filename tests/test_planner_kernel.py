@@ -109,18 +109,18 @@ def test_more_requests_than_places_wait_in_order_and_a_cancelled_one_leaves_its_
     assert (first.counts, fourth.counts, clock.now) == ({0: 2}, {}, 7.0)
 
 
-def test_requests_arrive_one_after_the_other_and_one_that_is_cancelled_on_its_way_never() -> None:
+def test_a_request_waits_for_steps_of_all_requests_and_one_that_is_cancelled_on_its_way_never_arrives() -> None:
     clock, done = VirtualClock(), list[SimulatedRequest]()
-    curve = DecodeCurve(((1.0, 1.0),))
-    replica = SimulatedReplica(clock, "engine-0", curve, 0.0, 8, recompute=True, request_s=3.0, arrival_s=0.5)
-    first, second, third = (SimulatedRequest(0, 0, 4, done.append) for _ in range(3))
+    curve = DecodeCurve(((1.0, 1.0), (3.0, 2.0)))
+    replica = SimulatedReplica(clock, "engine-0", curve, 0.0, 8, recompute=True, request_steps=4.0)
+    first, second, third = (SimulatedRequest(0, 0, tokens, done.append) for tokens in (6, 4, 4))
     for request in (first, second, third):
         replica.submit(request)
     assert (replica.in_flight, replica.load().running) == (3, 0)
     clock.after(1.0, replica.cancel, second)
     clock.run(lambda: len(done) == 2)
     assert done == [first, third]
-    assert (second.counts, clock.now) == ({}, 3.0 + 3 * 0.5 + 4)
+    assert (second.counts, clock.now) == ({}, 4 * 2.0 + 2 * 1.5 + 2 * 1.0)  # the first begins at 4, the third at 8
 
 
 def test_what_is_not_cached_in_whole_blocks_is_prefilled_and_what_runs_at_a_swap_again() -> None:

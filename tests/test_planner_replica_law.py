@@ -81,9 +81,8 @@ def test_the_law_of_a_server_is_found(law: Law) -> None:
         assert found.decode.step_s(running) == pytest.approx(law(running), rel=0.15), running  # most at a kink
     assert found.prefill_s == pytest.approx(PREFILL_S, rel=0.2)
     assert found.block == BLOCK
-    assert found.request_s + found.arrival_s == pytest.approx(
-        REQUEST_S + law(8) / 2, rel=0.5
-    )  # half of a step is under way
+    # Half of a step is under way.
+    assert found.request_steps * law(8) == pytest.approx(REQUEST_S + law(8) / 2, rel=0.5)
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.6])

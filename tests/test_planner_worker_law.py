@@ -1,4 +1,4 @@
-"""What is said of a worker's event loop: waiting and work between completions, and how pushes slow down beside requests."""
+"""What is said of a worker's event loop, waiting and work between completions, and of the decode steps that pushes wait for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from slipstream.planner.fit import _crowding
+from slipstream.planner.engine import DecodeCurve
+from slipstream.planner.fit import _push_steps
 from slipstream.planner.run_spans import ReplicaSpans, RunSpans, WorkerSpans, read_run_spans
 from slipstream.planner.worker_law import BUSY, WorkerLoad, worker_loads
 
@@ -74,23 +75,26 @@ def test_gaps_are_read_from_the_spans_of_a_worker(tmp_path: Path) -> None:
     (worker,) = spans.workers
     assert worker.episodes == {"0.0.0"}
     assert worker.gaps.tolist() == [[100, 101], [102, 103], [104, 104.5]]
+    (leased,) = read_run_spans(tmp_path, {0: 99.5}).workers
+    assert leased.gaps.tolist() == [[99.5, 101], [102, 103], [104, 104.5]]
     assert worker.cpu.tolist() == [[102, 0.5], [106, 1.5]]
     assert spans.published.tolist() == [[103, 103.5]]
     assert spans.steps.tolist() == [[105, 106]]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_pushes_take_longer_with_the_requests_in_flight(replicas: int) -> None:
-    """0.1 s alone, a tenth of that more for each request on a replica."""
+def test_a_push_waits_for_steps_of_the_replicas(replicas: int) -> None:
+    """0.1 s alone, and five steps."""
+    decode = DecodeCurve(((1.0, 0.01), (4.0, 0.02), (8.0, 0.025)))
     numbers = [0, 3, 6, 2, 8, 5, 1]
     turns, published = list[tuple[float, ...]](), list[tuple[float, float]]()
     for at, number in enumerate(numbers):
         turns += [(at - 0.5, at, at + 0.9, 10, 5, 0)] * number
-        published.append((at, at + 0.1 + 0.01 * number))
+        published.append((at, at + 0.1 + 5 * decode.under_way_s(number)))
     replica = ReplicaSpans(np.array(turns), NEVER)
     spans = RunSpans((), (replica,) * replicas, (), np.array(published), {}, NEVER)
-    crowding, slowed = _crowding(spans)
-    assert crowding == pytest.approx(0.1)
-    assert slowed == pytest.approx(1 + 0.1 * np.mean(numbers))
+    steps, slowed = _push_steps(spans, decode)
+    assert steps == pytest.approx(5)
+    assert slowed == pytest.approx(1 + 5 * np.mean([decode.under_way_s(number) for number in numbers]) / 0.1)
     same = msgspec.structs.replace(spans, published=np.array([(at, at + 0.2) for at in range(len(numbers))]))
-    assert _crowding(same) == pytest.approx((0.0, 1.0))
+    assert _push_steps(same, decode) == pytest.approx((0.0, 1.0))
