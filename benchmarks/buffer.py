@@ -55,7 +55,8 @@ async def floors(folder: Path) -> tuple[Result, Result]:
                 over_zeromq.append(_row(what, tokens, through, bare))
                 row = _row(what, tokens, through, inserted)
                 per = mean(took.per_transaction for took in through)
-                over_sqlite.append(msgspec.structs.replace(row, note=f"{row.note}; {per:.0f} in a transaction"))
+                note = f"{row.note}; {per:.0f} in a transaction; CPU of each: {_cpu(through)}; {_cpu(inserted)}"
+                over_sqlite.append(msgspec.structs.replace(row, note=note))
     return (
         Result("the buffer, durable, over a bare ZeroMQ pair", "buffer", "ZeroMQ", tuple(over_zeromq)),
         Result("the buffer, durable, over bare SQLite inserts", "buffer", "SQLite", tuple(over_sqlite)),
@@ -68,6 +69,12 @@ def _row(what: str, tokens: int, contender: list[Took], floor: list[Took]) -> Ro
     nbytes = trajectory_bytes(tokens) / MB
     note = f"{mean(carried) * nbytes:,.0f} over {mean(bare) * nbytes:,.0f} MB/s"
     return by_rounds(what, carried, bare, "trajectories/s", note=note)
+
+
+def _cpu(rounds: list[Took]) -> str:
+    """Of each trajectory, by the processes that spend it; of the rounds that something went through."""
+    spent = {who: [1e3 * one.cores[who] / one.rate for one in rounds if one.trajectories] for who in rounds[0].cores}
+    return ", ".join(f"{who} {mean(ms):.2f} ms" for who, ms in spent.items() if ms)
 
 
 def _producers(count: int) -> str:

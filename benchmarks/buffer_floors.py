@@ -76,7 +76,7 @@ def receive(this: Round) -> Took:
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVTIMEO, POLL_MS)
     socket.bind(this.address)
-    count = Count(this.counts_from)
+    count = Count(this.counts_from, "ZeroMQ")
     try:
         while (now := time.monotonic()) < this.until + DRAIN_S:
             try:
@@ -95,7 +95,7 @@ def insert(this: Round, per_transaction: int) -> Took:
     rows = [wire.encode(encoded(this.tokens, kind)) for kind in range(KINDS)]
     lot = [rows[i % KINDS] for i in range(per_transaction)]
     db = bare_table(this.path)
-    count = Count(this.counts_from)
+    count = Count(this.counts_from, "SQLite")
     while time.monotonic() < this.until:
         insert_rows(db, lot)
         count.add(len(lot))

@@ -52,7 +52,7 @@ class Learner:
     """An actor that takes batches out of the queue until the round is over."""
 
     async def learn(self, queue: Queue, this: Round, by_reference: bool) -> Took:
-        count = Count(this.counts_from)
+        count = Count(this.counts_from, "Ray")
 
         async def group() -> list[Trajectory]:
             item = await queue.get_async()

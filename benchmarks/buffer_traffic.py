@@ -110,11 +110,13 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Took(msgspec.Struct, frozen=True):
-    """What went through in `seconds`: `trajectories`, and how many of them were in each transaction on average."""
+    """What went through in `seconds`: `trajectories`, how many of them were in each transaction on average, and how many `cores`
+    the processes kept busy meanwhile, all their threads, by what they are."""
 
     trajectories: int
     seconds: float
     per_transaction: float = 0.0
+    cores: dict[str, float] = {}
 
     @property
     def rate(self) -> float:
@@ -123,11 +125,12 @@ class Took(msgspec.Struct, frozen=True):
 
 
 class Count:
-    """Trajectories from `counts_from` on, counted in lots; the lot during which that moment passes is not counted."""
+    """Trajectories from `counts_from` on, counted in lots by the process `who`; the lot during which that moment passes is not
+    counted."""
 
-    def __init__(self, counts_from: float) -> None:
-        self._counts_from = counts_from
-        self._began = self._last = 0.0
+    def __init__(self, counts_from: float, who: str) -> None:
+        self._counts_from, self._who = counts_from, who
+        self._began = self._last = self._cpu_s = 0.0
         self._trajectories = 0
 
     def add(self, trajectories: int) -> None:
@@ -136,10 +139,12 @@ class Count:
         if self._began:
             self._trajectories += trajectories
         elif self._last >= self._counts_from:
-            self._began = self._last
+            self._began, self._cpu_s = self._last, time.process_time()
 
     def took(self) -> Took:
-        return Took(self._trajectories, max(self._last - self._began, 1e-9))
+        """Call it as the counting ends."""
+        cores = (time.process_time() - self._cpu_s) / max(time.monotonic() - self._began, 1e-9)
+        return Took(self._trajectories, max(self._last - self._began, 1e-9), cores={self._who: cores})
 
 
 class Rounds:
@@ -204,25 +209,28 @@ class Crew:
 async def through_the_buffer(crew: Crew, this: Round, producers: int) -> Took:
     """Send trajectories through the service for a round."""
     seconds = this.until - time.monotonic()
-    took, per_transaction, _ = await asyncio.gather(
+    took, served, produced = await asyncio.gather(
         crew.in_learner(seconds, learn, this),
         crew.in_buffer(seconds, serve, this),
         crew.in_producers(producers, seconds, produce, this),
     )
-    return msgspec.structs.replace(took, per_transaction=per_transaction)
+    sent = {"producers": sum(one.cores["producers"] for one in produced)}
+    return msgspec.structs.replace(
+        took, per_transaction=served.per_transaction, cores={**served.cores, **sent, **took.cores}
+    )
 
 
 # --- in the processes -----------------------------------------------------------------------------------------------
 
 
-def serve(this: Round) -> float:
-    """The service, until the round is over or SIGTERM; trajectories per transaction."""
+def serve(this: Round) -> Took:
+    """The service, until the round is over or SIGTERM; what it stored."""
     heap.freeze_startup_objects()  # as all roles do
     return uvloop.run(_serve(this))
 
 
-def produce(this: Round, number: int) -> int:
-    """Deliver until the round is over; trajectories acknowledged."""
+def produce(this: Round, number: int) -> Took:
+    """Deliver until the round is over; what was acknowledged."""
     heap.freeze_startup_objects()
     return uvloop.run(_produce(this, number))
 
@@ -236,31 +244,34 @@ def learn(this: Round) -> Took:
 class _Service(BufferService):
     """Counts its transactions that hold trajectories."""
 
-    transactions = 0
-    stored = 0
+    transactions = stored = 0
+    count: Count
 
     def _pending_write(self) -> Callable[[], bool] | None:
         arrived = len(self._handler.pending.trajectories)
         self.transactions += bool(arrived)
         self.stored += arrived
+        self.count.add(arrived)
         return super()._pending_write()
 
 
-async def _serve(this: Round) -> float:
+async def _serve(this: Round) -> Took:
     config = msgspec.structs.replace(BUFFER, groups_per_batch=this.groups, keep=this.keep)
     peers = PeerTable({role: pair.public for role, pair in this.keys.items()})
     service = _Service(config, this.path, this.address, peers=peers, pair=this.keys["buffer"])
+    service.count = Count(this.counts_from, "service")
     loop = asyncio.get_running_loop()
     loop.call_later(max(0.0, this.until - time.monotonic()), service.stop)
     loop.add_signal_handler(signal.SIGTERM, service.stop)
     with TimelineWriter(this.path.parent if this.recorded else None, "buffer", service.gauges):
         async with following_fleet(this.fleet, lambda fleet: service.mark_served(fleet.version)):
             await service.serve()
-    return service.stored / max(1, service.transactions)
+    per_transaction = service.stored / max(1, service.transactions)
+    return msgspec.structs.replace(service.count.took(), per_transaction=per_transaction)
 
 
-async def _produce(this: Round, number: int) -> int:
-    delivered = 0
+async def _produce(this: Round, number: int) -> Took:
+    delivered = Count(this.counts_from, "producers")
     running: dict[str, dict[int, int]] = {}
     room = CONCURRENCY // BUFFER.group_size
     freed = asyncio.Event()
@@ -277,12 +288,11 @@ async def _produce(this: Round, number: int) -> int:
         freed.set()
 
     async def episode(lease: Lease, member: int) -> None:
-        nonlocal delivered
         trajectory = stamped(this.tokens, lease, member)
         running[trajectory.episode] = generated = {lease.version: sampled(this.tokens)}
         await client.deliver(trajectory.episode, generated, FINISHED, (trajectory,))
         del running[trajectory.episode]
-        delivered += 1
+        delivered.add(1)
 
     stamped(this.tokens, Lease(0, 0, (0,), 0, 0), 0)  # made before the first lease
     async with this.client(f"worker-{number}") as client:
@@ -297,7 +307,7 @@ async def _produce(this: Round, number: int) -> int:
                     for lease in await client.leases(room):
                         room -= 1
                         tasks.create_task(group(lease))
-    return delivered
+    return delivered.took()
 
 
 @contextlib.asynccontextmanager
@@ -319,7 +329,7 @@ async def publishing_fleet(address: str) -> AsyncIterator[Callable[[int], None]]
 
 async def take_batches(this: Round, on_batch: Callable[[int], None]) -> Took:
     """What a learner does, without learning; `on_batch` is told how many trajectories there were so far."""
-    count, taken = Count(this.counts_from), 0
+    count, taken = Count(this.counts_from, "learner"), 0
     async with this.client("learner-0") as client, publishing_fleet(this.fleet) as served:
 
         async def commit(version: int) -> None:

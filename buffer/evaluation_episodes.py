@@ -32,8 +32,8 @@ from .group_table import Episode, Group
 from .image_files import NO_IMAGES, named_files
 from .messages import Lease
 from .schema import EVALUATION_DATABASE, connect, require_schema, store_error
-from .store import NewTrajectory, Store, WriteBatch
-from .trajectory import EncodedTrajectory, Outcome, Trajectory, by_version, sampled_of
+from .store import Store, WriteBatch
+from .trajectory import DeliveredTrajectory, EncodedTrajectory, Outcome, Trajectory, by_version, sampled_of
 
 log = logging.getLogger(__name__)
 
@@ -170,14 +170,18 @@ class EvaluationEpisodes:
 
     def _rows(self, played: Sequence[_Played]) -> WriteBatch:
         """Raises WireError where an episode is no valid trajectory."""
-        changed, kept, failed = dict[int, tuple[Group, list[Episode]]](), list[NewTrajectory](), list[NewTrajectory]()
+        changed, kept, failed = (
+            dict[int, tuple[Group, list[Episode]]](),
+            list[DeliveredTrajectory](),
+            list[DeliveredTrajectory](),
+        )
         images: dict[str, bytes] = {}
         for one in played:
             lease, id = one.lease, one.lease.episode(one.member)
             for branches, to in ((one.trajectories, kept), (one.failed_branches, failed)):
                 sampled_of(id, branches)
                 images |= named_files(one.image_files, branches)
-                to += (NewTrajectory(id, branch, EncodedTrajectory.of(branch)) for branch in branches)
+                to += (DeliveredTrajectory.of(id, branch, EncodedTrajectory.of(branch)) for branch in branches)
             spans = (span for branch in (*one.trajectories, *one.failed_branches) for span in branch.version_spans)
             reason = ACCOUNT if one.outcome.trainable else FAILED + one.outcome.reason
             episode = Episode(

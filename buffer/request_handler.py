@@ -34,9 +34,9 @@ from .group_table import Episode, Group
 from .image_files import named_files, received
 from .ledger import Withheld
 from .replay import Replay
-from .store import CommitRow, NewTrajectory, Store, WriteBatch
+from .store import CommitRow, Store, WriteBatch
 from .task_table import Attempt
-from .trajectory import EncodedRow, EncodedTrajectory, sampled_of
+from .trajectory import DeliveredTrajectory, EncodedRow, sampled_of
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ CACHE_BYTES = 64 << 20
 class PendingWrites(msgspec.Struct):
     """What requests changed since the last transaction, besides groups."""
 
-    trajectories: dict[str, list[NewTrajectory]] = {}  # delivered, by episode
-    failed: list[NewTrajectory] = []  # branches of failed episodes
+    trajectories: dict[str, list[DeliveredTrajectory]] = {}  # delivered, by episode
+    failed: list[DeliveredTrajectory] = []  # branches of failed episodes
     images: dict[str, bytes] = {}  # files that these name, by name
     commits: list[CommitRow] = []
     rolled_back_to: int | None = None  # the commits after this version no longer count
@@ -249,11 +249,11 @@ class RequestHandler:
             # A reward model's score has no part in whether a task is solved.
             attempt = Attempt(first.task_id, first.metrics.get("reward_environment", reward))
         if self._replay.leases.deliver(request.episode_id, request.outcome, request.generated, kept, reward, attempt):
-            arrived = [NewTrajectory(request.episode_id, t, one) for t, one in zip(branches, encoded, strict=True)]
-            arrived.sort(key=lambda new: new.trajectory.branch)
+            came = sorted(zip(branches, encoded, strict=True), key=lambda pair: pair[0].branch)
+            arrived = [DeliveredTrajectory.of(request.episode_id, *branch) for branch in came]
             self.pending.trajectories[request.episode_id] = arrived
             self.pending.images |= files
-            self._cache.add(request.episode_id, [new.encoded for new in arrived])
+            self._cache.add(request.episode_id, arrived)
         if request.failed_branches:
             self._keep_failed(request, images)
 
@@ -267,7 +267,7 @@ class RequestHandler:
         except WireError as error:
             log.warning("the tokens of a failed episode are not kept: %s", error)
             return
-        self.pending.failed += map(NewTrajectory, itertools.repeat(request.episode_id), branches, encoded)
+        self.pending.failed += map(DeliveredTrajectory.of, itertools.repeat(request.episode_id), branches, encoded)
         self.pending.images |= files
 
     def _commit(self, version: int, oldest: int) -> None:
@@ -318,7 +318,7 @@ class RequestHandler:
         withheld: dict[str, Withheld] = {e.id: e.withheld for g in groups for e in g.in_account("ready") if e.withheld}
         return _Batch(
             m.BatchPlan(version, oldest, rows, withheld, self._stats()),
-            {one.id: one.arrays for one in itertools.chain(*trajectories)},
+            {one.id: one.encoded.arrays for one in itertools.chain(*trajectories)},
         )
 
     def _rows(self, version: int, ids: Sequence[str]) -> m.RowsReply:
@@ -333,16 +333,16 @@ class RequestHandler:
             raise StateError(f"a trajectory of the batch of version {version} was requested twice at once")
         return m.RowsReply(tuple(batch.arrays[one] for one in ids))
 
-    def _trajectories(self, group: Group) -> list[EncodedTrajectory]:
+    def _trajectories(self, group: Group) -> list[DeliveredTrajectory]:
         """Of a group, by member and branch."""
         episodes = sorted(group.in_account("ready"), key=lambda e: e.member)
         return [one for e in episodes for one in self._branches(e)]
 
-    def _branches(self, episode: Episode) -> Sequence[EncodedTrajectory]:
+    def _branches(self, episode: Episode) -> Sequence[DeliveredTrajectory]:
         if found := self._cache.get(episode.id):
             return found
         if pending := self.pending.trajectories.get(episode.id):
-            return [new.encoded for new in pending]
+            return pending
         return self._store.episode(episode.id)
 
     def _may_be_batched(self, episode_id: str) -> bool:
@@ -352,7 +352,7 @@ class RequestHandler:
     def _fresh_replies(self) -> list[PendingReply]:
         replies = list[PendingReply]()
         for identity, number, version, limit in self._fresh_requests:
-            found = (one for e in self._replay.fresh(version)[:limit] for one in self._branches(e))
+            found = (one.encoded for e in self._replay.fresh(version)[:limit] for one in self._branches(e))
             replies.append((identity, number, m.TrajectoriesReply(tuple(itertools.islice(found, limit)))))
         self._fresh_requests.clear()
         return replies
@@ -380,21 +380,21 @@ class TrajectoryCache:
     batches take the oldest groups first."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, Sequence[EncodedTrajectory]] = {}
+        self._episodes: dict[str, Sequence[DeliveredTrajectory]] = {}
         self._bytes = 0
 
-    def add(self, episode_id: str, trajectories: Sequence[EncodedTrajectory]) -> None:
+    def add(self, episode_id: str, trajectories: Sequence[DeliveredTrajectory]) -> None:
         """Hold the branches of a delivered episode, if there is room."""
-        size = sum(one.nbytes for one in trajectories)
+        size = sum(one.encoded.nbytes for one in trajectories)
         if self._bytes + size <= CACHE_BYTES:
             self._episodes[episode_id] = trajectories
             self._bytes += size
 
-    def get(self, episode_id: str) -> Sequence[EncodedTrajectory] | None:
+    def get(self, episode_id: str) -> Sequence[DeliveredTrajectory] | None:
         """The branches of an episode; None when they are not held."""
         return self._episodes.get(episode_id)
 
     def retain(self, wanted: Callable[[str], bool]) -> None:
         """Remove the episodes that are not `wanted`."""
         for episode_id in [e for e in self._episodes if not wanted(e)]:
-            self._bytes -= sum(one.nbytes for one in self._episodes.pop(episode_id))
+            self._bytes -= sum(one.encoded.nbytes for one in self._episodes.pop(episode_id))

@@ -21,7 +21,7 @@ import contextlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -37,7 +37,7 @@ from .samplers import TaskStatistics
 from .schema import SCHEMA, SCHEMA_VERSION, connect, require_schema, store_error
 from .segments import SegmentLog, segments_path
 from .task_table import StoredTask, TaskChange
-from .trajectory import ARRAYS_LIMIT, EncodedTrajectory, Outcome, Trajectory
+from .trajectory import ARRAYS_LIMIT, DeliveredTrajectory, EncodedTrajectory, Outcome, Trajectory
 
 WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a larger transaction
 # Values of one statement, which every SQLite takes, and bytes of several rows: it holds a copy of them.
@@ -77,25 +77,17 @@ class CommitRow(msgspec.Struct, frozen=True):
     groups_per_batch: int
 
 
-class NewTrajectory(NamedTuple):
-    """A delivered trajectory and the frames that it came in."""
-
-    episode_id: str
-    trajectory: Trajectory
-    encoded: EncodedTrajectory
-
-
 class WriteBatch(msgspec.Struct, frozen=True):
     """What one transaction stores."""
 
     counters: str  # JSON of `ReplayCounters`
     groups: Sequence[Row]
     episodes: Sequence[Row]
-    trajectories: Sequence[NewTrajectory]
+    trajectories: Sequence[DeliveredTrajectory]
     commits: Sequence[CommitRow]
     rolled_back_to: int | None  # the commits after this version no longer count
     tasks: Sequence[Row] = ()
-    failed: Sequence[NewTrajectory] = ()
+    failed: Sequence[DeliveredTrajectory] = ()
     images: Mapping[str, bytes] = NO_IMAGES  # files that trajectories name, by name
 
     @classmethod
@@ -103,11 +95,11 @@ class WriteBatch(msgspec.Struct, frozen=True):
         cls,
         counters: ReplayCounters,
         groups: Iterable[Changed],
-        trajectories: Sequence[NewTrajectory] = (),
+        trajectories: Sequence[DeliveredTrajectory] = (),
         commits: Sequence[CommitRow] = (),
         rolled_back_to: int | None = None,
         tasks: Mapping[tuple[int, int], TaskChange] | None = None,
-        failed: Sequence[NewTrajectory] = (),
+        failed: Sequence[DeliveredTrajectory] = (),
         images: Mapping[str, bytes] = NO_IMAGES,
     ) -> WriteBatch:
         """Groups come with their changed episodes. `failed` are branches of failed episodes; some may be stored already."""
@@ -167,8 +159,10 @@ class Store:
             with self._writing():
                 positions = self._segments.append([new.encoded.arrays.data for new in batch.trajectories])
             trajectories = [
-                (t.id, episode_id, t.group_id, t.reward, encoded.header, len(t), position, encoded.arrays.nbytes)
-                for (episode_id, t, encoded), position in zip(batch.trajectories, positions, strict=True)
+                (id, episode_id, group_id, reward, row.header, row.length, position, len(encoded.arrays))
+                for (id, episode_id, group_id, reward, encoded, row), position in zip(
+                    batch.trajectories, positions, strict=True
+                )
             ]
         with self._transaction():
             self._insert("REPLACE INTO counters", [(0, batch.counters)])
@@ -220,9 +214,9 @@ class Store:
         found = self._read("episode_id IN (SELECT id FROM episodes WHERE group_id = ?)", group_id)
         return [trajectory for trajectory, _ in found]
 
-    def episode(self, episode_id: str) -> list[EncodedTrajectory]:
+    def episode(self, episode_id: str) -> list[DeliveredTrajectory]:
         """The branches of one delivered episode, in order."""
-        return [encoded for _, encoded in self._read("episode_id = ?", episode_id)]
+        return [DeliveredTrajectory.of(episode_id, *found) for found in self._read("episode_id = ?", episode_id)]
 
     def load(self) -> tuple[ReplayCounters, list[Group]]:
         """The counters, and by id every group that can still change: unfinished, not served yet, one that may be rolled back, or
@@ -359,9 +353,8 @@ def _episode_row(group_id: int, e: Episode) -> Row:
     )
 
 
-def _failed_row(new: NewTrajectory) -> Row:
-    t, encoded = new.trajectory, new.encoded
-    return t.id, new.episode_id, t.group_id, encoded.header, len(t), encoded.arrays.tobytes()
+def _failed_row(new: DeliveredTrajectory) -> Row:
+    return new.id, new.episode_id, new.group_id, new.row.header, new.row.length, new.encoded.arrays.tobytes()
 
 
 def _read_episode(row: sqlite3.Row) -> Episode:

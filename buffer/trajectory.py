@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -304,25 +304,38 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
         return _trajectory(header, layout, self.arrays)
 
     @property
-    def id(self) -> str:
-        """Of the trajectory. The header must be one that was decoded before."""
-        return _outline_decoder.decode(memoryview(self.header)[1:]).id
-
-    @property
     def row(self) -> EncodedRow:
         """Without its arrays."""
-        outline = _outline_decoder.decode(memoryview(self.header)[1:])
-        tokens = len(self.arrays) // token_bytes(outline.expert_layout)
-        size = int(self.arrays[8 * tokens : TOKEN_BYTES * tokens].argmax())
+        return self.row_of(self.decode())
+
+    def row_of(self, decoded: Trajectory) -> EncodedRow:
+        """The same, where it is decoded."""
+        size = int(decoded.loss_mask.argmax())
         # 56 bits: numpy and msgpack take it as int64
         prompt = hashlib.blake2b(self.arrays[: 4 * size].data, digest_size=7)
-        for image in outline.images:
+        for image in decoded.images:
             prompt.update(image.digest.encode() if image.end <= size else b"")
-        return EncodedRow(self.header, tokens, int.from_bytes(prompt.digest(), "big"))
+        return EncodedRow(self.header, len(decoded), int.from_bytes(prompt.digest(), "big"))
 
     @property
     def nbytes(self) -> int:
         return len(self.header) + self.arrays.nbytes
+
+
+class DeliveredTrajectory(NamedTuple):
+    """A trajectory as the buffer holds it: its frames, and what its rows in the file and in a batch say. `row` is made when it
+    comes, while its bytes are in the processor's cache. The hundreds of objects that were decoded to check it go."""
+
+    id: str
+    episode_id: str
+    group_id: int
+    reward: float
+    encoded: EncodedTrajectory
+    row: EncodedRow
+
+    @classmethod
+    def of(cls, episode_id: str, decoded: Trajectory, encoded: EncodedTrajectory) -> DeliveredTrajectory:
+        return cls(decoded.id, episode_id, decoded.group_id, decoded.reward, encoded, encoded.row_of(decoded))
 
 
 def token_bytes(layout: ExpertLayout | None) -> int:
@@ -353,13 +366,7 @@ def split_arrays(arrays: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[
     )
 
 
-class _Outline(msgspec.Struct):
-    id: str
-    images: tuple[PlacedImage, ...] = ()
-    expert_layout: ExpertLayout | None = None
-
-
-_outline_decoder, _header_decoder = msgspec.msgpack.Decoder(_Outline), msgspec.msgpack.Decoder(TrajectoryHeader)
+_header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)
 
 
 def _decode_header(header: bytes) -> tuple[Any, ...]:

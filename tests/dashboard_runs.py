@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 from slipstream.buffer.admission import Admission, ReplayConfig
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
+from slipstream.buffer.store import CommitRow, Store, WriteBatch
 from slipstream.buffer.trajectory import (
     FINISHED,
+    DeliveredTrajectory,
     EncodedTrajectory,
     EnvCall,
     Outcome,
@@ -65,7 +66,7 @@ class DashboardRun:
             counts = by_version(one.version_spans)
             assert self.replay.leases.deliver(lease.episode(member), one.outcome, counts, counts, one.reward)
             made.append(one)
-        self._save([NewTrajectory(one.episode, one, EncodedTrajectory.of(one)) for one in made])
+        self._save([DeliveredTrajectory.of(one.episode, one, EncodedTrajectory.of(one)) for one in made])
         return made
 
     def step(self) -> None:
@@ -147,5 +148,5 @@ class DashboardRun:
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids
 
-    def _save(self, new: list[NewTrajectory], commits: list[CommitRow] | None = None) -> None:
+    def _save(self, new: list[DeliveredTrajectory], commits: list[CommitRow] | None = None) -> None:
         self.store.save(WriteBatch.of(self.replay.counters(), self.replay.table.drain(), new, commits or []))

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from slipstream.buffer.store import NewTrajectory, Store, WriteBatch
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from slipstream.buffer.store import Store, WriteBatch
+from slipstream.buffer.trajectory import FINISHED, DeliveredTrajectory, EncodedTrajectory, Trajectory, Turn, VersionSpan
 from slipstream.common.spans import Id, Span
 from slipstream.configs import Config, dump, load
 from slipstream.monitor.metrics import METRICS, MetricsWriter
@@ -102,7 +102,7 @@ class RecordedRun(SimulatedRun):
         self._folder, self._times = folder, times
         self._store = Store(folder / "buffer.sqlite")
         self._metrics = MetricsWriter(folder / METRICS)
-        self._new: list[NewTrajectory] = []
+        self._new: list[DeliveredTrajectory] = []
         self._spans: dict[str, list[Span]] = {}
         self._logs = {replica: ProgressLog(replica, self._clock) for replica in self._fleet.replicas}
         self._turns: dict[str, list[Turn]] = {}
@@ -201,7 +201,7 @@ class RecordedRun(SimulatedRun):
             started = EPOCH + episode.began if self._times else 0.0
             trajectory = trajectory_of(episode, started, turns)
             trajectory.check()
-            self._new.append(NewTrajectory(episode.id, trajectory, EncodedTrajectory.of(trajectory)))
+            self._new.append(DeliveredTrajectory.of(episode.id, trajectory, EncodedTrajectory.of(trajectory)))
         super()._delivered(episode, kept)
 
     def _take(self) -> None:

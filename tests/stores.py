@@ -12,8 +12,8 @@ from slipstream.buffer.admission import Admission, ReplayConfig
 from slipstream.buffer.group_table import Changed, Group
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.segments import segments_path
-from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory
+from slipstream.buffer.store import CommitRow, Store, WriteBatch
+from slipstream.buffer.trajectory import FINISHED, DeliveredTrajectory, EncodedTrajectory, Trajectory
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
 
@@ -23,9 +23,9 @@ def entire(*groups: Group) -> list[Changed]:
     return [(group, list(group.episodes.values())) for group in groups]
 
 
-def new_trajectory(episode_id: str, trajectory: Trajectory) -> NewTrajectory:
+def new_trajectory(episode_id: str, trajectory: Trajectory) -> DeliveredTrajectory:
     """As its delivery brings it."""
-    return NewTrajectory(episode_id, trajectory, EncodedTrajectory.of(trajectory))
+    return DeliveredTrajectory.of(episode_id, trajectory, EncodedTrajectory.of(trajectory))
 
 
 @contextlib.contextmanager

@@ -29,9 +29,9 @@ from slipstream.buffer.ledger import Ledger, VersionLedgers
 from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.samplers import PoolSampler
-from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
+from slipstream.buffer.store import CommitRow, Store, WriteBatch
 from slipstream.buffer.task_table import Attempt, TaskTable
-from slipstream.buffer.trajectory import FINISHED, Outcome
+from slipstream.buffer.trajectory import FINISHED, DeliveredTrajectory, Outcome
 from slipstream.tests import forkserver
 from slipstream.tests.episodes import trajectory_of
 from slipstream.tests.stores import new_trajectory
@@ -65,7 +65,7 @@ class Buffer:
 
     def save(
         self,
-        arrived: list[NewTrajectory] | None = None,
+        arrived: list[DeliveredTrajectory] | None = None,
         commits: list[CommitRow] | None = None,
         rolled_back_to: int | None = None,
     ) -> None:

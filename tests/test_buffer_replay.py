@@ -34,8 +34,8 @@ from slipstream.buffer.ledger import Ledger, VersionLedgers
 from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import UNUSABLE_BATCHES, Replay
-from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
-from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome
+from slipstream.buffer.store import CommitRow, Store, WriteBatch
+from slipstream.buffer.trajectory import FINISHED, TRUNCATED, DeliveredTrajectory, Outcome
 from slipstream.errors import StateError
 from slipstream.tests import replay_model
 from slipstream.tests.episodes import trajectory_of
@@ -111,7 +111,7 @@ class Runs(RuleBasedStateMachine):
         self.alive = [0]  # versions that weights of the present line of training had
         self.archived: set[int] = set()
         self.stored: dict[int, Group] = {}
-        self.arrived: list[NewTrajectory] = []
+        self.arrived: list[DeliveredTrajectory] = []
         self.commits: list[CommitRow] = []
         self.store_changes()
 

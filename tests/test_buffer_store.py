@@ -85,12 +85,12 @@ def test_trajectories_come_back_by_member_and_branch(tmp_path: Path) -> None:
     got = store.trajectories(0)
     assert [t.id for t in got] == ["0.0.0.0", "0.0.1.0", "0.0.1.1"]
     assert got[0].token_ids.tolist() == list(range(6))
-    assert [one.decode().id for one in store.episode("0.0.1")] == ["0.0.1.0", "0.0.1.1"]
+    assert [one.id for one in store.episode("0.0.1")] == ["0.0.1.0", "0.0.1.1"]
     assert store.trajectories(1) == store.episode("0.0.2") == []
     with pytest.raises(StoreError, match="UNIQUE"):  # written once
         store.save(WriteBatch.of(ReplayCounters(), [], [new_trajectory("0.0.0", sent[2])]))
     store.save(WriteBatch.of(ReplayCounters(next_group=1), [], [new_trajectory("0.0.0", trajectory("0.0.0", 1))]))
-    assert [one.decode().id for one in store.episode("0.0.0")] == ["0.0.0.0", "0.0.0.1"]
+    assert [one.id for one in store.episode("0.0.0")] == ["0.0.0.0", "0.0.0.1"]
 
 
 def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

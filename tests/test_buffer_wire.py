@@ -12,6 +12,7 @@ from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.trajectory import (
     FINISHED,
     TRUNCATED,
+    DeliveredTrajectory,
     EncodedTrajectory,
     Outcome,
     Trajectory,
@@ -141,7 +142,8 @@ def test_experts_go_with_the_arrays_of_their_tokens(dtype: type) -> None:
     sent = msgspec.structs.replace(EXAMPLE, experts=experts)
     encoded = EncodedTrajectory.of(sent)
     assert encoded.arrays.nbytes == 4 * (9 + 3 * 2 * experts.itemsize)
-    assert encoded.id == EXAMPLE.id
+    held = DeliveredTrajectory.of(EXAMPLE.episode, encoded.decode(), encoded)
+    assert (held.id, held.row) == (EXAMPLE.id, encoded.row)
     row = encoded.row.decode()
     assert (row.length, row.prompt) == (4, EncodedTrajectory.of(EXAMPLE).row.prompt)
     for got in (encoded.decode(), row.with_arrays(encoded.arrays)):
