@@ -110,6 +110,8 @@ def in_thread(work: Callable[[], T], name: str, *, interrupt: bool = False) -> a
                 finished = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, *outcome)
+            # An error refers to this frame: the two would keep each other, and all that its traceback refers to.
+            del outcome
 
     def cancelled(future: asyncio.Future[T]) -> None:
         with lock:
