@@ -92,7 +92,7 @@ class Session:
         self._generate = generate
         self._vocabulary = vocabulary
         self._max_tokens_per_turn = max_tokens_per_turn
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._turns = asyncio.Semaphore(REPLIES)
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
@@ -293,8 +293,8 @@ class Session:
             raise
 
     def _require_room(self, prompt: int) -> None:
-        if prompt >= self._max_tokens:
-            self.exhausted.append(f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}")
+        if prompt >= self.max_tokens:
+            self.exhausted.append(f"the prompt has {prompt} tokens; max_tokens is {self.max_tokens}")
             raise ContextExhausted(self.exhausted[-1])
 
     async def _complete(self, prompt: _Prompt, request: SampleRequest) -> Completion:
@@ -302,7 +302,7 @@ class Session:
         end are recorded."""
         ids = prompt.token_ids
         images = [PromptImage(one.start, one.end, self.image_files[one.digest]) for one in prompt.images]
-        most = min(self._max_tokens_per_turn, self._max_tokens - len(ids), request.max_tokens or self._max_tokens)
+        most = min(self._max_tokens_per_turn, self.max_tokens - len(ids), request.max_tokens or self.max_tokens)
         parts, sampled, pause_s = list[Completion](), list[int](), RETRY_S
         try:
             while (not parts or parts[-1].finish_reason == "abort") and len(sampled) < most:

@@ -82,19 +82,24 @@ def in_thread(work: Callable[[], T], name: str, *, interrupt: bool = False) -> a
     """Run `work` in a thread of its own, so that a call that hangs holds back no other work, as it would in the loop's pool.
 
     Cancelling the future abandons the thread; with `interrupt` it also raises `ThreadCancelled` there, which takes effect at the
-    next Python instruction. Work that holds the interpreter's lock for minutes belongs in a process.
+    next Python instruction, and work that has not begun does not begin. Work that holds the interpreter's lock for minutes belongs
+    in a process.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
-    lock, finished = threading.Lock(), False
+    lock, begun, finished = threading.Lock(), False, False
 
     def settle(setter: Callable[[Any], None], outcome: Any) -> None:
         if not future.done():
             setter(outcome)
 
     def run() -> None:
-        nonlocal finished
+        nonlocal begun, finished
         with contextlib.suppress(ThreadCancelled):
+            with lock:
+                if interrupt and future.cancelled():
+                    return
+                begun = True  # from here on `ThreadCancelled` ends in the `suppress`; before, in threading's own code
             try:
                 outcome: tuple[Callable[[Any], None], Any] = (future.set_result, work())
             except StopIteration as error:  # a future refuses it
@@ -105,10 +110,12 @@ def in_thread(work: Callable[[], T], name: str, *, interrupt: bool = False) -> a
                 finished = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, *outcome)
+            # An error refers to this frame: the two would keep each other, and all that its traceback refers to.
+            del outcome
 
     def cancelled(future: asyncio.Future[T]) -> None:
         with lock:
-            if finished or not future.cancelled():
+            if not begun or finished or not future.cancelled():
                 return
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident or 0), ctypes.py_object(ThreadCancelled)

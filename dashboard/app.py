@@ -135,7 +135,8 @@ class DashServer:
     async def _list(self, request: web.Request) -> web.StreamResponse:
         async def read() -> bytes:
             found = await _in_time(lambda: [run.summary() for run in self._runs.runs()], "the list of runs")
-            return msgspec.json.encode(found)
+            root, left_out = str(self._runs.root.absolute()), self._runs.left_out
+            return msgspec.json.encode({"runs": found, "folder": root, "left_out": left_out})
 
         return _json(await self._shared.get(request.path, "", read))
 

@@ -15,16 +15,20 @@ import msgspec
 
 from ..common.fsio import write_atomic
 from ..configs.environments import DataSection, parts_by_key
-from ..errors import ConfigError
+from ..errors import ConfigError, StoreError
 from .run_inputs import RunInputs
 
 FILE = "rows.json"  # in the folder of a run: section of the config -> rows or tasks to train on
 
 
 def recorded_counts(run_dir: Path) -> dict[str, int]:
-    """What a run began with; empty where nothing was recorded."""
+    """What a run began with; empty where nothing was recorded. Raises StoreError: the file is damaged."""
     path = run_dir / FILE
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, int]) if path.exists() else {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, int]) if path.exists() else {}
+    except msgspec.MsgspecError as error:
+        why = f"{path}: not the numbers of tasks that the run began with: {error}"
+        raise StoreError(f"{why}; restore it, or start a new run") from None
 
 
 def record_counts(run_dir: Path, counts: Mapping[str, int]) -> None:

@@ -3,12 +3,14 @@
 Invariants:
 - It listens from its construction on, so that a port that is taken is known before anything starts.
 - A scrape takes at most `READ_S`: where what it reads hangs, it gets what was read last. One read goes on at a time.
-- A client that sends nothing, and more than `SCRAPES` at once, cost no thread for long.
+- A client that sends nothing, or takes longer than `SCRAPE_S` for its request and the answer, and more than `SCRAPES` at once, cost
+  no thread for long.
 - What fails in a scrape is status 500 or 503 there and a line in the log, and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import socketserver
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 READ_S = 5.0  # Prometheus waits 10 s for a scrape by default
 SCRAPES = 8  # at once
 SILENT_S = 10.0  # longest wait for a client's next byte
+SCRAPE_S = 30.0  # longest request and answer, however steadily its bytes come and go
 AGAIN_S = 0.5  # scrapes within this time share what was read
 POLL_S = 0.1  # between two looks for the end of the server
 ANY = ("0.0.0.0", "::")  # addresses that stand for all of a host's
@@ -151,13 +154,23 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def process_request_thread(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
     ) -> None:
+        assert isinstance(request, socket.socket)
+        cut = threading.Timer(SCRAPE_S, _cut, (request,))
+        cut.daemon = True
+        cut.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            cut.cancel()
             self._scrapes.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("a scrape from %s ended early", client_address, exc_info=True)
+
+
+def _cut(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed
+        request.shutdown(socket.SHUT_RDWR)
 
 
 def _routed(

@@ -17,9 +17,12 @@ from renderers import Renderer
 from slipstream.agents import Session, load_renderer
 from slipstream.agents import session as session_module
 from slipstream.agents.gateway import Endpoint, EnvTools, Gateway
+from slipstream.agents.gateway import bodies as bodies_module
+from slipstream.agents.gateway import connections as connections_module
 from slipstream.agents.gateway import endpoint as endpoint_module
-from slipstream.agents.gateway import server as server_module
-from slipstream.envs import CALCULATOR, Message, StepResult, call_tool
+from slipstream.agents.gateway import request_queue as queue_module
+from slipstream.agents.gateway.request_queue import RequestQueue
+from slipstream.envs import CALCULATOR, Message, StepResult, ToolSpec, call_tool
 from slipstream.errors import EngineError, ToolError
 from slipstream.tests.scripted import settle
 from slipstream.tests.sessions import Script, call, delivered, session_of
@@ -52,6 +55,18 @@ def episode(gateway: Gateway, renderer: Renderer, tokenizer: PreTrainedTokenizer
             yield endpoint, script, session
 
     return opened
+
+
+def queue_of(gateway: Gateway) -> RequestQueue:
+    (calls,) = gateway._episodes.values()
+    return calls.requests
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Returns once `holds`: the loop turns until then."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - sockets have no event for what has come
+            await asyncio.sleep(0)
 
 
 def openai_client(endpoint: Endpoint, **options: Any) -> openai.AsyncOpenAI:
@@ -177,7 +192,7 @@ async def test_types_of_tools_that_are_not_known_fill_neither_metrics_nor_the_lo
 ) -> None:
     monkeypatch.setattr(endpoint_module, "_warned", set())
     async with episode(say="reply {}".format) as (endpoint, _, session), openai_client(endpoint) as client:
-        tools: Any = [{"type": f"{number}\n{'long' * 1000}"} for number in range(300)]
+        tools: Any = [{"type": f"{number}\n{'long' * 500}"} for number in range(300)]
         await client.chat.completions.create(model="policy", messages=QUESTION, tools=tools)
         await client.responses.create(model="policy", input="q", tools=tools)
     assert session.metrics == {"ignored_tools": 600.0}
@@ -268,47 +283,83 @@ async def test_other_models_are_answered_without_loss(episode: Episode) -> None:
     assert session.untrained == 1
 
 
-async def test_more_calls_than_an_episode_may_have_under_way_come_later(
-    episode: Episode, monkeypatch: pytest.MonkeyPatch
+async def test_calls_beyond_those_that_may_be_under_way_wait_for_their_turn(
+    gateway: Gateway, episode: Episode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "CALLS", 2)
-    monkeypatch.setattr(server_module, "LATER", {"retry-after-ms": "10"})
-    ended = asyncio.Event()
+    monkeypatch.setattr(queue_module, "CALLS", 2)
+    ends = [asyncio.Event() for _ in range(5)]
 
-    async def late() -> str:
-        await ended.wait()
-        return "late"
+    async def late(number: int) -> str:
+        await ends[number].wait()
+        return f"reply {number}"
 
-    async with episode(say=lambda number: late()) as (endpoint, script, session), httpx.AsyncClient() as http:
-        create = openai_client(endpoint).chat.completions.create
-        first = asyncio.create_task(create(model="policy", messages=QUESTION))
-        url, streamed = f"{endpoint.url}/v1/chat/completions", {**ASK, "stream": True}
-        async with http.stream("POST", url, json=streamed):  # its client goes, its call goes on
-            assert [await script.calls.get() for _ in range(2)] == [0, 1]
-        hasty = openai_client(endpoint, max_retries=0).chat.completions
-        with pytest.raises(openai.RateLimitError, match="the episode has 2 calls under way, as many as it may"):
-            await hasty.create(model="policy", messages=QUESTION)
-        claude = anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=endpoint.key, max_retries=0)
-        with pytest.raises(anthropic.RateLimitError, match="rate_limit_error"):
-            await claude.messages.create(model="policy", max_tokens=5, messages=QUESTION)
+    async with episode(say=late) as (endpoint, script, session), openai_client(endpoint) as client:
 
-        async def answer(request: Any) -> None:
-            if request.headers["x-stainless-retry-count"] == "1":
-                ended.set()
-                await asyncio.wait([first])
+        def ask(text: str) -> asyncio.Task[Any]:
+            messages: Any = [{"role": "user", "content": text}]
+            return asyncio.create_task(client.chat.completions.create(model="policy", messages=messages))
 
-        patient = openai.DefaultAsyncHttpxClient(event_hooks={"request": [answer]})
-        again = openai_client(endpoint, max_retries=5, http_client=patient).chat.completions
-        other: Any = [{"role": "user", "content": "another"}]
-        assert (await again.create(model="policy", messages=other)).choices[0].message.content == "late"
-    assert script.check_exact(session) == 3
+        async with httpx.AsyncClient() as http:
+            url, streamed = f"{endpoint.url}/v1/chat/completions", {**ASK, "stream": True}
+            async with http.stream("POST", url, json=streamed):  # its client goes, its call goes on
+                assert await script.calls.get() == 0
+        under_way = ask("under way")
+        assert await script.calls.get() == 1
+        queue = queue_of(gateway)
+        waiting = []
+        for number in range(3):  # one by one: turns come in the order of the requests
+            waiting.append(ask(f"{number}"))
+            await until(lambda count=number + 1: len(queue._waiting) == count)
+        waiting[1].cancel()  # one whose client goes leaves the queue
+        await until(lambda: len(queue._waiting) == 2)
+        assert (queue.under_way, script.asked) == (2, 2)
+        ends[0].set()
+        assert await script.calls.get() == 2
+        ends[2].set()
+        assert (await waiting[0]).choices[0].message.content == "reply 2"
+        assert await script.calls.get() == 3
+        ends[1].set()
+        ends[3].set()
+        answers = [(await one).choices[0].message.content for one in (under_way, waiting[2])]
+        assert answers == ["reply 1", "reply 3"]
+        assert (queue.under_way, queue.bytes, script.asked) == (0, 0, 4)
+    assert script.check_exact(session) == 4
+
+
+async def test_a_call_that_waits_ends_with_its_time_and_with_its_episode(
+    gateway: Gateway, episode: Episode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "CALLS", 1)
+    async with httpx.AsyncClient() as http:
+        async with episode(say=lambda number: asyncio.Event().wait()) as (endpoint, script, _):  # type: ignore[arg-type]
+            url = f"{endpoint.url}/v1/chat/completions"
+            asking = [asyncio.create_task(http.post(url, json=ASK))]
+            await script.calls.get()
+            monkeypatch.setattr(queue_module, "TURN_S", 0.05)
+            late = await http.post(url, json=ASK)
+            assert (late.status_code, late.headers["retry-after"]) == (429, "1")
+            assert "waited 0.05 s for its turn: the episode has 1 others" in late.json()["error"]["message"]
+            claude = anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=endpoint.key, max_retries=0)
+            with pytest.raises(anthropic.RateLimitError, match="rate_limit_error"):
+                await claude.messages.create(model="policy", max_tokens=5, messages=QUESTION)
+            monkeypatch.setattr(queue_module, "TURN_S", 600.0)
+            queue = queue_of(gateway)
+            queue._most_waiting = 1
+            asking.append(asyncio.create_task(http.post(url, json=ASK)))
+            await until(lambda: len(queue._waiting) == 1)
+            refused = await http.post(url, json=ASK)
+            assert refused.status_code == 429
+            assert "1 calls under way and 1 that wait, as many as it may" in refused.json()["error"]["message"]
+        assert [(await one).status_code for one in asking] == [401, 401]
+        assert (queue.under_way, queue.bytes) == (0, 0)
 
 
 async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
     gateway: Gateway, episode: Episode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "BODIES", 4000)
-    monkeypatch.setattr(server_module, "LARGEST_BODY", 3000)
+    monkeypatch.setattr(queue_module, "BODIES", 4000)
+    monkeypatch.setattr(bodies_module, "SMALL_BODY", 3000)
+    monkeypatch.setattr(bodies_module, "TOKEN_BYTES", 1)
     ended = asyncio.Event()
 
     async def late() -> str:
@@ -318,27 +369,53 @@ async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
     def ask(size: int) -> Any:
         return {**ASK, "metadata": "x" * size}
 
-    async with episode(say=lambda number: late()) as (endpoint, script, _), httpx.AsyncClient() as http:
+    async def pieces(size: int) -> AsyncIterator[bytes]:
+        yield json.dumps(ask(size)).encode()
+
+    async with episode(say=lambda number: late()) as (endpoint, script, session), httpx.AsyncClient() as http:
         url = f"{endpoint.url}/v1/chat/completions"
         first = asyncio.create_task(http.post(url, json=ask(2500)))
         await script.calls.get()
-        refused = [await http.post(one, json=ask(2500)) for one in (url, endpoint.mcp)]
-        assert [one.status_code for one in refused] == [429, 404]
-        assert "have more than 4000 bytes" in refused[0].json()["error"]["message"]
-        monkeypatch.setattr(server_module, "BODY_S", 0.2)
+        queue = queue_of(gateway)
+        second = asyncio.create_task(http.post(url, content=pieces(100)))  # of an unknown size
+        await until(lambda: len(queue._waiting) == 1)
+        ended.set()
+        assert [(await one).status_code for one in (first, second)] == [200, 200]
+        monkeypatch.setattr(bodies_module, "BODY_S", 0.2)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         head = f"POST /e/{endpoint.key}/v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: 9\r\n\r\n"
         writer.write(head.encode() + b"{")
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
-        monkeypatch.setattr(server_module, "BODY_S", 60.0)
+        monkeypatch.setattr(bodies_module, "BODY_S", 60.0)
         writer.close()
-        ended.set()
-        assert (await first).status_code == 200
-        too_large = await http.post(url, json=ask(3100))
-        assert (too_large.status_code, too_large.headers["x-should-retry"]) == (413, "false")
-        (calls,) = gateway._episodes.values()
-        assert (calls._requests, calls._bytes) == (0, 0)
+        bodies: Any = ({"json": ask(3100)}, {"content": pieces(3100)})
+        for body in bodies:
+            too_large = await http.post(url, **body)
+            assert (too_large.status_code, too_large.headers["x-should-retry"]) == (400, "false")
+            error = too_large.json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert error["message"] == "the request has more than 3000 bytes, too many for a max_tokens of 700"
+        assert session.exhausted == [error["message"]] * 2  # the episode is truncated, as by any full context
+        assert (await http.post(endpoint.mcp, json=ask(3100))).status_code == 404
+        assert (queue.under_way, queue.bytes) == (0, 0)
         assert (await http.post(url, json=ask(2500))).status_code == 200
+
+
+async def test_a_body_that_would_take_a_parser_long_is_refused_before(episode: Episode) -> None:
+    parts = "{}," * (bodies_module.SMALL_ITEMS // 2)
+    body = f'{{"model": "policy", "messages": [{{"role": "user", "content": [{parts}{{}}]}}]}}'
+    env: Any = Calculator()
+    tools = EnvTools(env, (CALCULATOR.spec,))
+    async with episode(tools=tools) as (endpoint, _, session), httpx.AsyncClient() as http:
+        refused = await http.post(f"{endpoint.url}/v1/chat/completions", content=body)
+        assert refused.status_code == 400
+        why = "the request has more than 32768 opening brackets and commas, too many for a max_tokens of 700"
+        assert refused.json()["error"]["message"] == why
+        assert session.exhausted == [why]
+        listed = '{"id": 1, "method": "tools/list", "params": {"arguments": {"x": [' + "[]," * 140_000 + "1]}}}"
+        refused = await http.post(endpoint.mcp, content=listed)
+        assert refused.status_code == 413
+        assert "262144 opening brackets and commas, as many as it may" in refused.json()["error"]
 
 
 async def test_so_many_replies_are_sampled_at_once_and_the_others_wait(
@@ -482,6 +559,72 @@ async def test_the_key_alone_and_the_unix_socket_lead_to_the_episode(gateway: Ga
         with pytest.raises(openai.AuthenticationError):
             await wrong.chat.completions.create(model="policy", messages=QUESTION)
     assert script.check_exact(session) == 2
+
+
+async def test_idle_connections_make_room_and_busy_ones_do_not(gateway: Gateway, episode: Episode) -> None:
+    gateway._connections.limit = 4
+    ended = asyncio.Event()
+
+    async def late() -> str:
+        await ended.wait()
+        return "late"
+
+    async with episode(say=lambda number: late()) as (endpoint, script, _):
+        silent = await asyncio.open_connection("127.0.0.1", gateway.port)
+        by_socket = await asyncio.open_unix_connection(str(gateway.socket))
+        async with httpx.AsyncClient() as http:
+            url = f"{endpoint.url}/v1/chat/completions"
+            asking = [asyncio.create_task(http.post(url, json=ASK)) for _ in range(4)]
+            assert {await script.calls.get() for _ in range(4)} == {0, 1, 2, 3}
+            assert [await reader.read() for reader, _ in (silent, by_socket)] == [b"", b""]
+            refused = await httpx.AsyncClient().post(url, json=ASK)
+            assert refused.status_code == 503
+            why = "the gateway has 4 connections open, as many as it may"
+            assert refused.json()["error"] == {"message": why, "code": "too_many_connections"}
+            with pytest.raises(openai.InternalServerError, match=why):
+                await openai_client(endpoint, max_retries=0).chat.completions.create(model="policy", messages=QUESTION)
+            ended.set()
+            assert {(await one).status_code for one in asking} == {200}
+            assert (await httpx.AsyncClient().post(url, json=ASK)).status_code == 200  # in place of an idle one
+        for _, writer in (silent, by_socket):
+            writer.close()
+    await until(lambda: len(gateway._connections._open) <= 1)
+
+
+async def test_connections_idle_for_so_long_and_so_many_for_an_episode(
+    gateway: Gateway, episode: Episode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "IDLE", 1)
+    monkeypatch.setattr(connections_module, "IDLE_S", 0.2)
+    async with episode("a", "b", "c") as (endpoint, _, _), httpx.AsyncClient() as http:
+        url = f"{endpoint.url}/v1/chat/completions"
+        assert "connection" not in (await http.post(url, json=ASK)).headers
+        assert (await httpx.AsyncClient().post(url, json=ASK)).headers["connection"] == "close"
+        assert "connection" not in (await http.post(url, json=ASK)).headers
+        assert (await httpx.AsyncClient().get(f"{gateway.url}/v1/models")).headers["connection"] == "close"  # no key
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost:")
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+        await until(lambda: not gateway._connections._open)
+    assert not gateway._connections._idle_of
+
+
+async def test_a_client_that_does_not_take_its_answer_loses_its_connection(
+    gateway: Gateway, episode: Episode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "ANSWER_S", 0.1)
+    env: Any = Calculator()
+    tools = EnvTools(env, (ToolSpec("long", "x" * (1 << 24), {}),))
+    async with episode(tools=tools) as (endpoint, _, _):
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1)
+        body = b'{"id": 1, "method": "tools/list"}'
+        head = f"POST /e/{endpoint.key}/mcp HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await until(lambda: bool(gateway._connections._open))
+        await until(lambda: not gateway._connections._open)
+        writer.close()
 
 
 class Calculator:

@@ -64,7 +64,7 @@ async def asked(folder: Path) -> AsyncIterator[Asked]:
 
 async def test_the_present_and_the_curves_are_those_of_the_metrics(asked: Asked, folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (run,) = await asked("/api/runs")
+    (run,) = (await asked("/api/runs"))["runs"]
     assert (run["name"], run["active"], run["error"]) == ("run", False, "")
     assert run["settings"]["max_staleness"] == 2
     now = (await asked("/api/runs/run/now"))["now"]
@@ -302,7 +302,7 @@ def test_a_killed_run_is_read_with_what_its_log_has(tmp_path: Path) -> None:
     assert TrajectoryIndex(StoreReader(copied, lambda: False)).page(TrajectoryQuery()).total == MEMBERS
 
 
-def test_the_newest_runs_of_a_folder_are_shown_and_the_others_counted(
+async def test_the_newest_runs_of_a_folder_are_shown_and_the_others_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard_runs_module, "RUNS_LIMIT", 2)
@@ -313,6 +313,9 @@ def test_the_newest_runs_of_a_folder_are_shown_and_the_others_counted(
     runs = RunFolder(tmp_path, IDLE)
     assert [run.name for run in runs.runs()] == ["b", "d"]
     assert runs.left_out == 2
+    async with DashServer(runs, "127.0.0.1", 0, "") as server, aiohttp.ClientSession() as client:
+        listed = await Asked(server, client)("/api/runs")
+    assert (len(listed["runs"]), listed["left_out"], listed["folder"]) == (2, 2, str(tmp_path))
     assert runs.run("c").name == "c"
     with pytest.raises(ConfigError, match=r"holds no run '\.\.'"):
         runs.run("..")
@@ -332,7 +335,7 @@ async def test_what_is_missing_is_said(tmp_path: Path) -> None:
     (tmp_path / "old" / "config.yaml").write_text("nothing: {of: ours}\n")
     async with DashServer(RunFolder(tmp_path, IDLE), "127.0.0.1", 0, "") as server, aiohttp.ClientSession() as client:
         asked = Asked(server, client)
-        found = {one["name"]: one for one in await asked("/api/runs")}
+        found = {one["name"]: one for one in (await asked("/api/runs"))["runs"]}
         assert found.keys() == {"run", "empty", "old"}
         assert "nothing" in found["old"]["error"]
         assert found["empty"]["now"] == {}

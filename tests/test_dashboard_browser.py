@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from slipstream.common.annotations import VALUES
+from slipstream.dashboard.runs import RUNS_LIMIT
 from slipstream.launch.cli.main import main
 from slipstream.monitor.annotations import AnnotationWriter
 from slipstream.tests.dashboard_runs import MEMBERS, PLANTED, DashboardRun
@@ -133,6 +134,17 @@ def test_every_view_opens_on_every_screen_and_is_no_wider(look: Look) -> None:
         wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, f"{place} is {wide} pixels wider than the screen"
         look.page.evaluate("location.hash = ''")
+
+
+def test_the_page_says_how_many_runs_it_leaves_out_and_how_to_see_one(browser: Any, tmp_path: Path) -> None:
+    for number in range(RUNS_LIMIT + 2):
+        (tmp_path / f"run-{number}").mkdir()
+        (tmp_path / f"run-{number}" / "config.yaml").write_text("extends: quickstart\n")
+    with Dashboard(tmp_path) as dashboard:
+        look = Look(browser, dashboard.url)
+        said = look.open("").inner_text("#left-out")
+        assert f"2 older runs are left out. To see one: slipstream dash {tmp_path}/NAME" in said
+        look.close()
 
 
 def test_tokens_have_the_colors_of_their_staleness(desktop: Look, folder: Path) -> None:

@@ -73,6 +73,33 @@ async def test_a_function_that_runs_no_python_is_abandoned() -> None:
     released.set()
 
 
+async def test_a_function_that_is_cancelled_before_its_thread_runs_it_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread is still in `threading`'s own code, where an exception would be reported as one of nobody's."""
+    cancelled, ran, elsewhere = threading.Event(), list[int](), list[threading.ExceptHookArgs]()
+    threads = list[threading.Thread]()
+
+    class Late(threading.Thread):
+        def run(self) -> None:
+            threads.append(self)
+            cancelled.wait(SOON)
+            super().run()
+
+    monkeypatch.setattr(threading, "excepthook", elsewhere.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", Late)
+        work = asyncio.create_task(in_thread(ran.append, 1))
+        await asyncio.sleep(0)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    cancelled.set()
+    for thread in threads:
+        await asyncio.to_thread(thread.join, SOON)
+    assert (len(threads), ran, elsewhere) == (1, [], [])
+
+
 async def test_functions_that_end_while_they_are_cancelled_raise_nothing_elsewhere() -> None:
     """The race between the end of a function and its breaking off, many times."""
     threads = threading.active_count()

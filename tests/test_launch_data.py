@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from slipstream.configs import dump, load
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, StoreError
 from slipstream.launch.cli.main import main
 from slipstream.launch.preflight import CHECKS, PreflightCheck
 from slipstream.launch.row_counts import check_row_counts, record_counts, recorded_counts
@@ -70,6 +70,9 @@ def test_a_resumed_run_has_as_many_rows_as_it_began_with(folder: Path) -> None:
         ConfigError, match=r"env.path: rows.jsonl has 31 rows to train on, and the run began with 30: .*restore"
     ):
         check_row_counts(RunInputs(config, recorded_counts(folder)))
+    (folder / "rows.json").write_bytes(b"")  # as a power cut leaves a file
+    with pytest.raises(StoreError, match=r"rows.json: not the numbers of tasks .* start a new run"):
+        recorded_counts(folder)
 
 
 def test_a_resumed_run_may_run_its_environment_elsewhere_and_nothing_else(folder: Path) -> None:

@@ -20,7 +20,7 @@ from slipstream.common.scores import EvaluationResult
 from slipstream.configs import load
 from slipstream.configs.environments import Dataset
 from slipstream.configs.suites import suites_of
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, StoreError
 from slipstream.launch import evaluations
 from slipstream.launch.checkpoint_evaluation import FOLDER
 from slipstream.launch.cli.main import main
@@ -108,6 +108,9 @@ def test_what_was_given_up_keeps_no_checkpoint_until_the_run_goes_on(tmp_path: P
     evaluations.give_up(tmp_path, 10)
     assert evaluations.due(tmp_path, config, steps) == [30]
     assert evaluations.retained(tmp_path, config, steps) == {30}
+    (tmp_path / evaluations.GIVEN_UP).write_bytes(b"")  # as a power cut leaves a file
+    with pytest.raises(StoreError, match=r"evaluations-given-up.json: not a list of steps: .*; remove it"):
+        evaluations.due(tmp_path, config, steps)
     evaluations.begin(tmp_path, 40)
     assert evaluations.due(tmp_path, config, steps) == [10, 20, 30]
 

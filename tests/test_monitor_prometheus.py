@@ -357,6 +357,23 @@ def test_clients_that_send_nothing_keep_nothing_busy(monkeypatch: pytest.MonkeyP
             client.close()
 
 
+def test_a_client_that_sends_byte_by_byte_keeps_nothing_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "SCRAPE_S", 0.3)
+    with MetricsServer("127.0.0.1", 0, "key") as server:
+        server.start(lambda: list(exposition().families()))
+        with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as client:
+            closed, deadline = False, time.monotonic() + metrics_server.SILENT_S / 2
+            while not closed:
+                assert time.monotonic() < deadline
+                try:
+                    client.send(b"x")
+                    closed = not client.recv(1)
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    closed = True
+
+
 # --- what is shipped ----------------------------------------------------------------------------------------------
 
 

@@ -1,16 +1,23 @@
 """Cutting tensors into buckets, by properties; and a real gloo group between two threads."""
 
+import asyncio
+import gc
 import threading
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.common.tasks import in_thread
 from slipstream.errors import WeightSyncError
-from slipstream.weightsync.broadcast import BroadcastGroup, Rendezvous
+from slipstream.weightsync.broadcast import BroadcastGroup, Rendezvous, _gloo
 from slipstream.weightsync.plan import BroadcastSource, GroupPlan, TransferPlan
 from slipstream.weightsync.snapshot import ALIGNMENT, buckets_of, cut, dtype_of, pack, unpack
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 CPU = torch.device("cpu")
 
@@ -57,14 +64,24 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 def make_pair(timeout_s: float) -> list[BroadcastGroup]:
+    return make_group(2, timeout_s)
+
+
+def make_group(ranks: int, timeout_s: float) -> list[BroadcastGroup]:
     rendezvous = Rendezvous("127.0.0.1", timeout_s)
-    plan = GroupPlan("pair", "gloo", "127.0.0.1", rendezvous.port, rank_offset=1, world_size=2, timeout_s=timeout_s)
+    plan = GroupPlan("pair", "gloo", "127.0.0.1", rendezvous.port, 1, world_size=ranks, timeout_s=timeout_s)
     made: dict[int, BroadcastGroup] = {}
-    other = threading.Thread(target=lambda: made.update({1: BroadcastGroup(plan, 1, CPU)}))
-    other.start()
+
+    def join(rank: int) -> None:
+        made[rank] = BroadcastGroup(plan, rank, CPU)
+
+    others = [threading.Thread(target=join, args=(rank,)) for rank in range(1, ranks)]
+    for other in others:
+        other.start()
     made[0] = BroadcastGroup(plan, 0, CPU, rendezvous)
-    other.join(60)
-    return [made[0], made[1]]
+    for other in others:
+        other.join(60)
+    return [made[rank] for rank in range(ranks)]
 
 
 def test_a_group_leaves_global_torch_state_alone_and_a_late_member_is_a_named_error() -> None:
@@ -83,6 +100,68 @@ def test_leaving_a_group_fails_the_others_at_once() -> None:
     with pytest.raises(WeightSyncError, match="is closed"):
         sender.broadcast(torch.zeros(8))
     assert time.monotonic() - began < 30  # not the group's deadline
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """No garbage is collected: what ends does so without."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+async def test_closing_a_group_after_its_send_has_failed_fails_the_others_at_once() -> None:
+    sender, receiver, leaver = make_group(3, timeout_s=60)
+
+    def go_on(group: BroadcastGroup) -> None:
+        while True:
+            group.broadcast(torch.zeros(1 << 16))
+
+    receiving = in_thread(lambda: go_on(receiver), "receive")
+    sending = in_thread(lambda: go_on(sender), "send")
+    leaver.close()
+    await asyncio.wait({sending}, timeout=30)
+    assert isinstance(sending.exception(), WeightSyncError)  # kept, with its traceback
+    sender.close()
+    await asyncio.wait({receiving}, timeout=30)  # not the group's deadline
+    assert receiving.done()
+    assert "broadcast in group pair failed" in str(receiving.exception())
+
+
+class HalfwayStore(torch.distributed.Store):
+    """Of a member that dies once the others know where it listens."""
+
+    def __init__(self, store: torch.distributed.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("it dies")
+
+    def wait(self, *_: object) -> None:
+        raise RuntimeError("it dies")
+
+
+async def test_closing_the_rendezvous_releases_at_once_those_that_wait_for_a_connection() -> None:
+    """Which they have of no member yet, so that the end of none shows."""
+    rendezvous = Rendezvous("127.0.0.1", 60)
+    plan = GroupPlan("void", "gloo", "127.0.0.1", rendezvous.port, 1, world_size=4, timeout_s=60)
+    timeout = timedelta(seconds=60)
+    for rank in (0, 3):
+        store = TCPStore("127.0.0.1", rendezvous.port, timeout=timeout, wait_for_workers=False)
+        with pytest.raises(RuntimeError):
+            _gloo(HalfwayStore(PrefixStore(plan.name, store)), plan, rank, timeout)
+    waiting = [in_thread(lambda rank=rank: BroadcastGroup(plan, rank, CPU), f"rank {rank}") for rank in (1, 2)]
+    await asyncio.wait(waiting, timeout=0.5)
+    rendezvous.close()
+    await asyncio.wait(waiting, timeout=30)  # not the group's deadline
+    assert all(one.done() for one in waiting)
+    for one in waiting:
+        assert "did not meet" in str(one.exception())
 
 
 def test_a_group_that_does_not_meet_is_a_named_error() -> None:

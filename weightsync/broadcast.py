@@ -8,7 +8,9 @@ Invariants:
 - Nothing is sent before every member has answered the announcement.
 - A group is independent of the process groups of the learner and of the engines: nothing global is touched.
 - Construction returns once the whole group has met; every collective has the plan's deadline and ends in WeightSyncError.
-- A member that leaves closes its sockets, which fails the others at once; so does closing the rendezvous before all have met.
+- A member that leaves closes its sockets, which fails the others at once; so does closing the rendezvous before all have met, also
+  those that wait for another's connection: they have none yet whose end would show.
+- No traceback keeps a group open that was closed.
 
 Imported by vLLM's and SGLang's processes: only packages that both have may be imported here.
 """
@@ -19,10 +21,12 @@ import asyncio
 import contextlib
 import itertools
 import os
+import selectors
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -125,6 +129,8 @@ class BroadcastTransport:
             *_, group = await await_reply(seconds, _all([*joining, own]), f"{names(targets)} to join a group", hint)
         except BaseException:
             rendezvous.close()
+            if own.done() and not own.cancelled() and own.exception() is None:
+                own.result().close()
             raise
         self._groups[members] = group
         return group
@@ -226,21 +232,27 @@ class BroadcastGroup:
         timeout = timedelta(seconds=plan.timeout_s)
         try:
             # Fails at once where the rendezvous is closed already; TCPStore would retry until its deadline.
-            socket.create_connection((plan.host, plan.port), timeout=plan.timeout_s).close()
-            # The store must outlive the group: the group does not own it.
-            connect = min(timeout, CONNECT)
-            self._store: Store | None = TCPStore(plan.host, plan.port, timeout=connect, wait_for_workers=False)
-            self._store.set_timeout(timeout)
-            store = PrefixStore(plan.name, self._store)
-            make = _gloo if plan.backend == "gloo" else _on_devices
-            self._group = make(store, plan, rank, timeout)
+            with socket.create_connection((plan.host, plan.port), timeout=plan.timeout_s) as lookout:
+                # The store must outlive the group: the group does not own it.
+                connect = min(timeout, CONNECT)
+                self._store: Store | None = TCPStore(plan.host, plan.port, timeout=connect, wait_for_workers=False)
+                self._store.set_timeout(timeout)
+                store = PrefixStore(plan.name, self._store)
+                if plan.backend == "gloo":
+                    self._group = _while_open(lookout, lambda: _gloo(store, plan, rank, timeout), plan)
+                else:
+                    self._group = _on_devices(store, plan, rank, timeout)
         except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
             raise WeightSyncError(
                 f"rank {rank} of {plan.world_size}: group {plan.name} did not meet within {plan.timeout_s:g} s at"
                 f" {plan.host}:{plan.port}: {_first_line(error)}"
             ) from error
         # All but gloo meet at their first collective only.
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        try:
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        except WeightSyncError:
+            self.close()
+            raise
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Send `data` (rank 0) or receive into it (the others); it lies on `device`. Raises WeightSyncError: a member left, or the
@@ -257,6 +269,8 @@ class BroadcastGroup:
             raise WeightSyncError(
                 f"rank {self.rank}: broadcast in group {self.plan.name} failed: {_first_line(error)}"
             ) from error
+        finally:
+            del group  # to which a traceback would refer
 
     def close(self) -> None:
         """Leave: sockets close as soon as no collective runs in another thread, which fails the other members at once. Explicit,
@@ -265,6 +279,36 @@ class BroadcastGroup:
         self._store = None
         if self._rendezvous is not None:
             self._rendezvous.close()
+
+
+def _while_open(lookout: socket.socket, meet: Callable[[], Any], plan: GroupPlan) -> Any:
+    """What `meet` returns or raises, in a thread of its own. Raises RuntimeError as soon as rank 0 closes the rendezvous, the other
+    end of `lookout`: gloo waits for the connection of a member that has left until the deadline, and so does the thread."""
+    ended, ending = socket.socketpair()
+    outcome: list[Any] = []
+
+    def run() -> None:
+        with ending:
+            try:
+                outcome.extend((meet(), None))
+            except Exception as error:
+                outcome.extend((None, error))
+
+    threading.Thread(target=run, name=f"meet-{plan.name}", daemon=True).start()
+    with ended, selectors.DefaultSelector() as waiting:
+        for one in (ended, lookout):
+            waiting.register(one, selectors.EVENT_READ)
+        waiting.select(plan.timeout_s)
+    if not outcome:
+        raise RuntimeError("rank 0 has given the group up")
+    group, error = outcome
+    outcome.clear()
+    try:
+        if error is not None:
+            raise error
+        return group
+    finally:
+        del group, error
 
 
 def _gloo(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:

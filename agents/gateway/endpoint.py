@@ -5,19 +5,16 @@ Invariants:
   sampled twice.
 - Calls run in the context of the episode: tool calls that they make are attributed to it.
 - After `close` no call runs, and none begins.
-- At most `CALLS` requests of an episode are under way, with at most `BODIES` bytes. A request is under way until it is answered and
-  its call has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import fnmatch
 import hashlib
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,34 +22,18 @@ import msgspec
 from ...errors import PolicyError
 from ..base import Reply
 from ..session import Session
+from .bodies import context_limit
 from .dialect import CompletionRequest
 from .mcp import EnvTools
+from .request_queue import RequestQueue
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CALLS = 256  # requests of one episode that are under way; what their calls sample is bounded by the session
-BODIES = 1 << 27  # bytes of their bodies
 SHOWN = 80  # characters of an ignored field in the log
 WARNED = 100  # ignored fields that the log names: types of tools are the agent's text
 _warned: set[str] = set()  # those that this process has warned of
-
-
-class CallFailure(msgspec.Struct, frozen=True):
-    """Why a call has no replies, as a client is told: an HTTP status, one line, and OpenAI's code for it, or ""."""
-
-    status: int
-    message: str
-    code: str = ""
-
-
-class RefusedRequest(Exception):
-    """A request that begins no call."""
-
-    def __init__(self, status: int, message: str, code: str = "") -> None:
-        super().__init__(message)
-        self.failure = CallFailure(status, message, code)
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -77,60 +58,20 @@ class Endpoint(msgspec.Struct, frozen=True):
         }
 
 
-class RequestRoom:
-    """What a request takes of its episode's room: the bytes of its body that came, and its call once it has one."""
-
-    def __init__(self, calls: EpisodeCalls) -> None:
-        self.bytes = 0
-        self.call: asyncio.Task[Any] | None = None
-        self._calls = calls
-
-    def hold(self, size: int) -> None:
-        """So many bytes have come. Raises RefusedRequest."""
-        self._calls.hold(size)
-        self.bytes += size
-
-
 class EpisodeCalls:
-    """The calls of one episode. `trained` is the pattern of the model names whose replies have loss."""
+    """The calls of one episode. `trained` is the pattern of the model names whose replies have loss; at most `most_waiting`
+    requests wait for their turn."""
 
-    def __init__(self, session: Session, tools: EnvTools | None, trained: str) -> None:
+    def __init__(self, session: Session, tools: EnvTools | None, trained: str, most_waiting: int) -> None:
         self.session = session
         self.tools = tools
+        self.requests = RequestQueue(most_waiting)
+        self.limit = context_limit(session.max_tokens)
         self._trained = trained
         self._context = contextvars.copy_context()
         self._running: set[asyncio.Task[Any]] = set()
         self._made: dict[bytes, asyncio.Task[tuple[Reply, ...]]] = {}
-        self._requests = self._bytes = 0  # under way
         self._closed = False
-
-    @contextlib.contextmanager
-    def request(self) -> Iterator[RequestRoom]:
-        """Around a request and its answer. Raises RefusedRequest: too many are under way."""
-        if self._requests >= CALLS:
-            raise RefusedRequest(
-                429, f"the episode has {CALLS} calls under way, as many as it may", "rate_limit_exceeded"
-            )
-        self._requests += 1
-        room = RequestRoom(self)
-        try:
-            yield room
-        finally:
-            if room.call is None or room.call.done():
-                self._end(room)
-            else:
-                room.call.add_done_callback(lambda _: self._end(room))
-
-    def hold(self, size: int) -> None:
-        """Count bytes of a body. Raises RefusedRequest: those under way have too many."""
-        if self._bytes + size > BODIES:
-            why = f"the calls that the episode has under way would have more than {BODIES} bytes"
-            raise RefusedRequest(429, why, "rate_limit_exceeded")
-        self._bytes += size
-
-    def _end(self, room: RequestRoom) -> None:
-        self._requests -= 1
-        self._bytes -= room.bytes
 
     def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Raises PolicyError where the episode is over."""
@@ -165,6 +106,7 @@ class EpisodeCalls:
     async def close(self) -> None:
         """Cancel what runs, and return when it has ended."""
         self._closed = True
+        self.requests.close()
         for task in self._running:
             task.cancel()
         if self._running:

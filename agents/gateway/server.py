@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from aiohttp import web
@@ -34,17 +35,18 @@ from ...errors import DeadlineExceeded, EngineError, PolicyError, describe
 from ..base import ContextExhausted, Reply
 from ..session import Session
 from .anthropic import AnthropicDialect
+from .bodies import FULL_CONTEXT, BodyLimit, CallFailure, RefusedRequest, expected_size, read_body, tool_limit
 from .chat import ChatDialect
+from .connections import ANSWER_S, Connections, GatewayConnection, open_limit
 from .dialect import Answer, CompletionRequest, Dialect, event
-from .endpoint import CallFailure, Endpoint, EpisodeCalls, RefusedRequest, RequestRoom
+from .endpoint import Endpoint, EpisodeCalls
 from .mcp import EnvTools
+from .request_queue import CALLS, RequestRoom
 from .responses import ResponsesDialect
 
 log = logging.getLogger(__name__)
 
 DIALECTS: tuple[Dialect, ...] = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
-LARGEST_BODY = 1 << 26  # bytes of a request: a conversation of millions of tokens
-BODY_S = 60.0  # how long the body of a request may take to arrive
 KEEPALIVE_S = 5.0  # between comments in a stream: clients and proxies give up after a silence of some tens of seconds
 SOCKETS = "slipstream-gateway-"  # prefix of the folder of a gateway's Unix socket
 SHUTDOWN_S = 1.0  # how long connections may take to close; all episodes have ended by then
@@ -72,16 +74,21 @@ class Gateway:
             app.router.add_route("*", f"{prefix}/mcp", self._mcp)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._connections = Connections(self._runner.server, open_limit())
+        loop = asyncio.get_running_loop()
         self._folder = OwnedFolder(Path(tempfile.gettempdir()), SOCKETS)  # of mode 0700
         self.socket = self._folder.path / "socket"
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        await web.UnixSite(self._runner, str(self.socket)).start()
+        local = await loop.create_server(self._connections, "127.0.0.1", 0)
+        self._listening = (local, await loop.create_unix_server(self._connections, str(self.socket)))
         self.socket.chmod(0o666)  # a sandbox, which sees the socket and not the folder, has a uid of its own
-        self.port = int(self._runner.addresses[0][1])
+        self.port = int(local.sockets[0].getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for server in self._listening:
+            server.close()
         await self._runner.cleanup()
         self._folder.close()
 
@@ -89,7 +96,8 @@ class Gateway:
     async def endpoint(self, session: Session, tools: EnvTools | None = None) -> AsyncIterator[Endpoint]:
         """Open for one episode; at the end its calls are cancelled, and later ones are refused."""
         key = secrets.token_urlsafe(18)
-        calls = self._episodes[key] = EpisodeCalls(session, tools, self._trained)
+        waiting = max(0, self._connections.limit // 2 - CALLS)  # an episode has half of the connections at most
+        calls = self._episodes[key] = EpisodeCalls(session, tools, self._trained, waiting)
         url = f"{self.url}/e/{key}"
         try:
             yield Endpoint(url, key, f"{url}/mcp")
@@ -100,7 +108,21 @@ class Gateway:
     def _calls(self, request: web.Request) -> EpisodeCalls | None:
         headers = request.headers
         bearer = headers.get("Authorization", "").removeprefix("Bearer ")
-        return self._episodes.get(request.match_info.get("key") or headers.get("x-api-key") or bearer)
+        calls = self._episodes.get(request.match_info.get("key") or headers.get("x-api-key") or bearer)
+        if calls is not None:
+            self._connections.asked(cast(GatewayConnection, request.protocol), calls)
+        return calls
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self, http: web.Request, calls: EpisodeCalls, limit: BodyLimit
+    ) -> AsyncIterator[tuple[RequestRoom, bytes]]:
+        """Around a request whose turn it is: its room and its body. Raises what `RequestQueue.turn` and `read_body` raise."""
+        gone = cast(GatewayConnection, http.protocol).gone
+        async with calls.requests.turn(expected_size(http, limit), gone) as room:
+            body = await read_body(http, limit)
+            calls.requests.has_read(room, len(body))
+            yield room, body
 
     async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         calls = self._calls(http)
@@ -108,12 +130,13 @@ class Gateway:
             return _failed(dialect, CallFailure(401, OVER, "invalid_api_key"))
         retried = http.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            with calls.request() as room:
-                body = await _body(room, http)
+            async with self._request(http, calls, calls.limit) as (room, body):
                 request = _read(dialect, body)
                 room.call = work = calls.complete(request, body, retried=retried)
                 return await self._replied(dialect, http, request, calls, work)
         except RefusedRequest as refused:
+            if refused.failure.code == FULL_CONTEXT:
+                calls.session.exhausted.append(refused.failure.message)
             return _failed(dialect, refused.failure)
         except PolicyError:
             return _failed(dialect, CallFailure(401, OVER, "invalid_api_key"))
@@ -145,12 +168,12 @@ class Gateway:
         with contextlib.suppress(ConnectionResetError):  # the client is gone; its call goes on
             await out.prepare(http)
             while not work.done():
-                await out.write(b": the policy is sampling\n\n")
+                await _write(http, out, b": the policy is sampling\n\n")
                 await asyncio.wait({work}, timeout=self._keepalive_s)
             if failure := _failure_of(work):
-                await out.write(event(dialect.error(failure.status, failure.message, failure.code), "error"))
+                await _write(http, out, event(dialect.error(failure.status, failure.message, failure.code), "error"))
             else:
-                await out.write(b"".join(dialect.events(request, _answer(request, calls, work.result()))))
+                await _write(http, out, b"".join(dialect.events(request, _answer(request, calls, work.result()))))
             await out.write_eof()
         return out
 
@@ -169,8 +192,7 @@ class Gateway:
         if http.method != "POST":  # no stream from the server, no session to end
             return web.Response(status=405, headers={"Allow": "POST"})
         try:
-            with calls.request() as room:
-                body = await _body(room, http)
+            async with self._request(http, calls, tool_limit()) as (room, body):
                 room.call = work = calls.run(calls.tools.answer(body))
                 await asyncio.wait({work})
         except RefusedRequest as refused:
@@ -183,22 +205,13 @@ class Gateway:
         return web.Response(status=202) if answer is None else _json(answer)
 
 
-async def _body(room: RequestRoom, http: web.Request) -> bytes:
-    """The body of a request. Raises RefusedRequest: it is too large or too slow, or the episode has no room for it."""
-    body = bytearray()
-
-    async def read() -> None:
-        async for piece in http.content.iter_any():
-            if len(body) + len(piece) > LARGEST_BODY:
-                raise RefusedRequest(413, f"the request has more than {LARGEST_BODY} bytes")
-            room.hold(len(piece))
-            body.extend(piece)
-
+async def _write(http: web.Request, out: web.StreamResponse, data: bytes) -> None:
+    """Raises ConnectionResetError: the client is gone, or does not take it."""
     try:
-        await within(BODY_S, read())
+        await within(ANSWER_S, out.write(data))
     except Overdue:
-        raise RefusedRequest(408, f"the request did not arrive within {BODY_S:g} s") from None
-    return bytes(body)
+        http.protocol.force_close()
+        raise ConnectionResetError("the client does not take its answer") from None
 
 
 def _read(dialect: Dialect, body: bytes) -> CompletionRequest:
@@ -224,7 +237,7 @@ def _failure_of(work: asyncio.Task[tuple[Reply, ...]]) -> CallFailure | None:
         case None:
             return None
         case ContextExhausted():
-            return CallFailure(400, str(error), "context_length_exceeded")
+            return CallFailure(400, str(error), FULL_CONTEXT)
         case PolicyError():
             return CallFailure(400, str(error))
         case EngineError() | DeadlineExceeded():

@@ -33,9 +33,9 @@ function App() {
     return () => removeEventListener('hashchange', moved);
   }, []);
   useEffect(() => { document.querySelector('nav a.on')?.scrollIntoView({inline: 'center', block: 'nearest'}); });
-  const {data: runs, error} = useData('/api/runs', JSON.stringify(changes));
-  if (!runs) return html`<main>${error ? html`<${Problem} error=${error} />` : html`<p class="muted">reading</p>`}</main>`;
-  const several = runs.length > 1;
+  const {data: listed, error} = useData('/api/runs', JSON.stringify(changes));
+  if (!listed) return html`<main>${error ? html`<${Problem} error=${error} />` : html`<p class="muted">reading</p>`}</main>`;
+  const {runs} = listed, several = runs.length > 1;
   const run = runs.find(one => one.name === at.run) || (several ? null : runs[0]);
   const view = run ? (VIEWS[at.view] ? at.view : 'now') : 'runs';
   document.title = run ? `${run.name} · Slipstream` : 'Slipstream';
@@ -49,7 +49,7 @@ function App() {
       <span class="live ${state[0]}"><i></i>${state[1]}</span>
     </div></header>
     <main>${run?.error && html`<${Problem} error=${run.error} />`}
-      ${view === 'runs' ? html`<${Runs} runs=${runs} />` : html`<${View} key=${run.name + view} run=${run} runs=${runs} id=${at.id} query=${at.query} />`}</main>`;
+      ${view === 'runs' ? html`<${Runs} listed=${listed} />` : html`<${View} key=${run.name + view} run=${run} runs=${runs} id=${at.id} query=${at.query} />`}</main>`;
 }
 
 listen();

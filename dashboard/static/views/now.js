@@ -68,13 +68,14 @@ const Newest = ({run, one}) => html`<div class="card">newest trajectory: <a href
 const Settings = ({data: {settings, folder, yaml}}) => html`<p class="muted small">${folder}${settings && ` · ${settings.model} · ${settings.replicas} × ${settings.engine} · ${settings.groups_per_batch} ${settings.groups_per_batch === 1 ? 'group' : 'groups'} of ${settings.group_size} · max_staleness ${settings.max_staleness}`}</p>
   <details class="card"><summary>config.yaml</summary><pre class="log">${yaml}</pre></details>`;
 
-export function Runs({runs}) {
+export function Runs({listed: {runs, folder, left_out: older}}) {
   const rows = runs.map(run => html`<tr key=${run.name} class="link" onClick=${() => go(run.name)}>
     <td><a href=${link(run.name)}>${run.name}</a></td><td class="text">${run.error ? html`<span title=${run.error}>unreadable</span>` : run.active ? 'running' : 'not running'}</td>
     <td>${run.now.step ?? 0}${run.now.steps ? ' / ' + run.now.steps : ''}</td><td>${fixed(run.now.reward)}</td><td class="text"><${Spark} values=${run.now.rewards || []} width=${120} height=${22} /></td>
     <td>${count(run.now.trained_tokens_per_s)}</td><td>${run.now.staleness == null ? DASH : run.now.staleness.toFixed(2)}</td><td>${run.settings?.max_staleness ?? DASH}</td>
     <td>${share(run.now.learner_idle)}</td><td>${share(run.now.rollout_idle)}</td><td>${share(run.now.alike)}</td></tr>`);
-  return html`<h1>${runs.length} runs</h1><div class="card scroll"><table>
+  const others = older > 0 && html`<p class="muted" id="left-out">These are the newest; ${older} older ${older === 1 ? 'run is' : 'runs are'} left out. To see one: <code>slipstream dash ${folder}/NAME</code></p>`;
+  return html`<h1>${runs.length} runs</h1>${others}<div class="card scroll"><table>
     <thead><tr><th>run</th><th class="text">state</th><th>step</th><th>reward</th><th class="text">last steps</th><th>trained tok/s</th><th>staleness</th><th>bound</th><th>learner waits</th><th>slots idle</th><th>alike</th></tr></thead>
     <tbody>${rows}</tbody></table></div><${Comparison} runs=${runs} chosen=${runs.map(run => run.name)} />`;
 }
