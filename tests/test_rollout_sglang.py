@@ -165,7 +165,9 @@ def test_spans_are_exact_with_kept_kv_only_without_overlap(folder: Path) -> None
     assert [overlaps("recompute"), overlaps("keep_kv"), overlaps("abort_resume")] == [True, False, True]
 
 
-def test_ranks_on_cpus_have_cores_of_their_own_compile_nothing_and_keep_the_callers_python_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_cpus_compile_nothing_and_the_callers_own_python_path_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     variables = sglang_server.environment(configure(folder, options={"tensor_parallel_size": 2}))
     assert variables["PYTHONPATH"] == f"{sglang_server.SHIM}{os.pathsep}/mine"
