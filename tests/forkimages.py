@@ -96,7 +96,7 @@ KNOWN = re.compile(r"slipstream\.(tests|launch\.env_check)\b")
 XDIST = "import sys;exec(eval(sys.stdin.readline()))"
 """Code of a process that pytest-xdist starts."""
 
-VLLM = ("vllm.", "slipstream.rollout.engines.vllm.")
+VLLM = ("vllm.", "slipstream.rollout.engines.vllm.", "slipstream.tests.vllm_in_fp8")
 """Modules whose processes load vLLM."""
 
 GATE_FLAG = "--gate"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import zmq
 from safetensors.torch import save_file
 from slipstream.configs import Config, load
 from slipstream.launch.run_context import Addresses
@@ -107,15 +108,18 @@ def placed(config: Config, folder: Path) -> Iterator[dict[str, tuple[str, ...]]]
     ranks = config.learner.aux_models
     ports = {kind: reserved_ports(count + 1) for kind, count in ranks.items()}
     addresses = {kind: tuple(f"tcp://127.0.0.1:{port}" for port in ports[kind][1:]) for kind in ranks}
-    job = RoleJob(
-        config,
-        Addresses(supervisor="tcp://127.0.0.1:9", fleet="", buffer="", learner_host="127.0.0.1", aux_models=addresses),
-        run_dir=str(folder),
-        backend="gloo",
-        started_in=str(folder),
-        pushed=True,
-    )
     with contextlib.ExitStack() as stack:
+        # One that listens to no report: a role that ends waits three seconds for one that is not there.
+        listening = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.ROUTER))
+        supervisor = f"tcp://127.0.0.1:{listening.bind_to_random_port('tcp://127.0.0.1')}"
+        job = RoleJob(
+            config,
+            Addresses(supervisor=supervisor, fleet="", buffer="", learner_host="127.0.0.1", aux_models=addresses),
+            run_dir=str(folder),
+            backend="gloo",
+            started_in=str(folder),
+            pushed=True,
+        )
         for kind, count in ranks.items():
             for rank in range(count):
                 meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[kind][0]), "WORLD_SIZE": str(count)}

@@ -15,10 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from slipstream.common.tasks import in_thread
 from slipstream.errors import EngineError, WeightSyncError
 from slipstream.weightsync.plan import GroupPlan, TransferPlan
 from slipstream.weightsync.staging import WeightStaging
@@ -83,7 +85,7 @@ class LocalReplica:
     async def join_group(self, plan: GroupPlan) -> None:
         self._note("join")
         try:
-            await asyncio.gather(*(asyncio.to_thread(staging.join, plan) for staging in self.stagings))
+            await asyncio.gather(*(in_thread(partial(s.join, plan), f"join of {self.name}") for s in self.stagings))
         except WeightSyncError as error:
             raise EngineError(str(error)) from error
 
@@ -96,7 +98,8 @@ class LocalReplica:
         if not self.paused:
             raise EngineError(f"{self.name} was not paused")
         try:
-            *_, tensors = await asyncio.gather(*(asyncio.to_thread(s.take, version) for s in self.stagings))
+            takes = (in_thread(partial(s.take, version), f"take of {self.name}") for s in self.stagings)
+            *_, tensors = await asyncio.gather(*takes)
         except WeightSyncError as error:
             raise EngineError(str(error)) from error
         self.load(dict(tensors))
@@ -150,7 +153,7 @@ class Outliving(LocalReplica):
         await asyncio.shield(asyncio.ensure_future(self._swap(version)))
 
     async def _swap(self, version: int) -> None:
-        (tensors,) = [await asyncio.to_thread(staging.take, version) for staging in self.stagings]
+        (tensors,) = [await in_thread(partial(s.take, version), f"take of {self.name}") for s in self.stagings]
         before = dict(self.model.state_dict())
         self.load(dict(tensors))
         old, self._weights = self._weights, version

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from slipstream.common import accelerator
@@ -110,7 +111,7 @@ def test_a_process_with_npus_asks_for_npus() -> None:
     """A process in which torch has a backend of that name (`tests/npu.py`), and the code that a role runs."""
     environment = os.environ | {accelerator.NPU.visible[0]: "4,5"}
     done = subprocess.run(
-        [sys.executable, "-m", "slipstream.tests.npu"],
+        [sys.executable, str(Path(__file__).with_name("npu.py"))],
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

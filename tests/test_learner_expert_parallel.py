@@ -68,7 +68,7 @@ def write_idle(folder: Path) -> str:
 
 def main(jobs: list[Job], folder: Path) -> None:
     # Dynamo is real; what it makes is run as it is, because a compiler would take a minute.
-    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="eager")  # type: ignore[assignment]
+    torch.compile = functools.partial(torch.compile, backend="eager")  # type: ignore[assignment]
     backend = run_in_turn(jobs)
     check_share(backend)
     backend.export(folder)

@@ -223,10 +223,11 @@ def test_ranks_divide_the_step_and_what_is_no_setting_of_a_simulation_is_refused
 
 @pytest.mark.full
 def test_ten_thousand_gpus_are_planned_in_a_minute() -> None:
-    result = simulate(SimulationPlan.of(cluster()), 5)
-    assert len(result.samples) == 5
-    assert result.events > 400_000
-    assert result.cpu_s < 250  # 60 s on a machine that does nothing else
+    """Of a plan's five steps two, which have more than half of its events: what is played ahead comes first."""
+    result = simulate(SimulationPlan.of(cluster()), 2)
+    assert len(result.samples) == 2
+    assert result.events > 220_000
+    assert result.cpu_s < 130  # 30 s on a machine that does nothing else
 
 
 def test_what_the_benchmark_simulates_is_a_busy_run() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
@@ -21,8 +21,11 @@ from slipstream.configs.schema import Agent, Config, Model, Rollout
 from slipstream.errors import ConfigError, with_deadline
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.base import EngineFailure, SamplingParams
+from slipstream.rollout.engines.server import __main__ as server_process
 from slipstream.rollout.engines.server import launch as own_server
+from slipstream.rollout.engines.server.contract import EngineServer
 from slipstream.rollout.engines.server.launch import Options
+from slipstream.rollout.engines.transformers import engine as transformers_engine
 from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 
@@ -266,21 +269,20 @@ def test_a_model_that_is_not_there_ends_the_server_with_one_line(tmp_path: Path)
     assert "ConfigError: model.path" in ended.stderr.splitlines()[-1]
 
 
-FAILING = """
-import sys
-from slipstream.rollout.engines.server import __main__ as main
-from slipstream.rollout.engines.transformers import engine
+FAILING = "from slipstream.tests.test_rollout_server import serve_and_fail; serve_and_fail()"
 
-real = engine.serve
 
-def serve(options):
-    served = real(options)
-    served.runner.step = lambda: 1 / 0
-    return served
+def serve_and_fail() -> NoReturn:
+    """Be a server whose engine thread fails in its first step."""
+    serve = transformers_engine.serve
 
-engine.serve = serve
-sys.exit(main.main(sys.argv[1:]))
-"""
+    def failing(options: Options) -> EngineServer:
+        served = serve(options)
+        served.runner.step = lambda: 1 / 0  # type: ignore[method-assign,return-value]
+        return served
+
+    transformers_engine.serve = failing
+    sys.exit(server_process.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("end", ["engine thread", "SIGTERM"])

@@ -165,11 +165,14 @@ def test_spans_are_exact_with_kept_kv_only_without_overlap(folder: Path) -> None
     assert [overlaps("recompute"), overlaps("keep_kv"), overlaps("abort_resume")] == [True, False, True]
 
 
-def test_the_callers_own_python_path_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_cpus_compile_nothing_and_the_callers_own_python_path_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     variables = sglang_server.environment(configure(folder, options={"tensor_parallel_size": 2}))
     assert variables["PYTHONPATH"] == f"{sglang_server.SHIM}{os.pathsep}/mine"
     assert variables["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert variables["TORCH_COMPILE_DISABLE"] == "1"  # what a server compiles before it is ready takes half a minute
 
 
 def test_a_server_whose_port_is_taken_ends(folder: Path, tmp_path: Path) -> None:

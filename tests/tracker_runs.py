@@ -1,13 +1,20 @@
-"""Records with a tracker of the product, or reads with its library what was recorded, in the library's own interpreter:
-`python tracker_runs.py record PROCESS NAME FOLDER`, `python tracker_runs.py read NAME FOLDER`."""
+"""Records with a tracker of the product, and reads with its library what was recorded, in the library's own interpreter:
+`python tracker_runs.py NAME FOLDER`.
+
+A run is recorded by two processes, as one that is resumed, and read by a third. They are forked from one that has imported the
+library, which takes seconds, and has used nothing of it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
 import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +37,6 @@ def import_product() -> None:
 
 def record(process: int, name: str, folder: Path) -> None:
     """Two steps of a run, as test_monitor_trackers records them: those of its first process, or of its second."""
-    import_product()
     import numpy as np
     from slipstream.configs import load
     from slipstream.monitor.trackers import open_trackers
@@ -112,12 +118,25 @@ def read_trackio(folder: Path) -> dict[str, Any]:
     }
 
 
+def in_a_process(work: Callable[[], object]) -> None:
+    """Do `work` in a process of its own, which must end well."""
+    if (pid := os.fork()) == 0:
+        work()
+        sys.exit()
+    _, status = os.waitpid(pid, 0)
+    if status:
+        sys.exit(os.waitstatus_to_exitcode(status))
+
+
 def main() -> None:
-    what, *arguments, name, folder = sys.argv[1:]
-    if what == "record":
-        record(int(arguments[0]), name, Path(folder))
-    else:
-        sys.stdout.write(json.dumps(globals()[f"read_{name}"](Path(folder))) + "\n")
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    import_product()
+    for module in ("slipstream.configs", "slipstream.monitor.trackers", name):
+        importlib.import_module(module)
+    assert threading.active_count() == 1, threading.enumerate()
+    for process in range(2):
+        in_a_process(lambda process=process: record(process, name, folder))
+    in_a_process(lambda: sys.stdout.write(json.dumps(globals()[f"read_{name}"](folder)) + "\n"))
 
 
 if __name__ == "__main__":

@@ -159,6 +159,7 @@ def environment(config: Config) -> dict[str, str]:
         variables |= CPU_THREADS | {
             "PYTHONPATH": f"{SHIM}{os.pathsep}{path}" if path else str(SHIM),
             "SGLANG_USE_CPU_ENGINE": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # ranks of tensor parallelism would compile a mask for half a minute
         }
         if (ranks := _engine(config).tensor_parallel) > 1:
             cores = sorted(os.sched_getaffinity(0))
