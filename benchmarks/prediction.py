@@ -35,7 +35,7 @@ PROBES = {
 }
 STEPS = 30
 LEAST_STEPS = 12  # a profile needs 10 at a bound of 2
-SEEDS = 4  # simulations of each profile, of which the prediction is the mean: one has the noise of a run
+SEEDS = 3  # simulations of each profile, whose mean is the prediction: a single one has the noise of a run
 
 
 class Measured(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """How much of the time between completions a worker computes, from its spans and its CPU time.
 
-A worker is one event loop. Between the completions of an episode, before the first and after the last one, the episode waits for
-its environment, or for the loop, which computes for one episode at a time. While n episodes are between completions each of them
-gets the n-th part of the loop, so that the loop did for one of them
+A worker is one event loop. Between the completions of an episode, from its lease to the first and after the last one, the episode
+waits for its environment, or for the loop, which computes for one episode at a time. While n episodes are between completions each
+of them gets the n-th part of the loop, so that the loop did for one of them
 
     work  =  integral over its time of  dt / (n(t) s(t))
 

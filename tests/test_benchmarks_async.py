@@ -20,7 +20,7 @@ from slipstream.planner.worker import PlayedEpisode
 from slipstream.planner.workload import Lognormal, TurnShape
 from slipstream.rollout.engines.fake.law import EngineLaw
 
-SYSTEM = HandOvers(0.05, 0.1, 0.05, 0.03, 0.001, 0.05, 0.02)
+SYSTEM = HandOvers(0.05, 0.1, 0.05, 0.02, 1.0, 0.05, 0.02)
 FIGURES = simulate(SimulationPlan.of(ANSWERS.profile(0, SYSTEM)), 2).figures
 
 

@@ -22,7 +22,7 @@ A_RUN = {"buffer.max_staleness": 2, "buffer.groups_per_batch": 4, "buffer.group_
 
 def measured(folder: Path, **change: int) -> Measured:
     settings = A_RUN | {"rollout.engine.max_concurrent": 32} | change
-    RecordedRun(msgspec.structs.replace(TRUTH, settings=settings), folder).record(30)
+    RecordedRun(msgspec.structs.replace(TRUTH, settings=settings), folder).record(20)
     profile = profile_of(folder)
     assert profile.measured is not None
     return Measured(profile, profile.measured, 1.5)
