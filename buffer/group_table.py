@@ -64,7 +64,11 @@ class Episode(msgspec.Struct):
             case "discarded":
                 yield self.reason, self.generated
             case _:
-                yield UNUSED, {v: n - self.kept.get(v, 0) for v, n in self.generated.items() if n > self.kept.get(v, 0)}
+                if self.generated != self.kept:
+                    yield (
+                        UNUSED,
+                        {v: n - self.kept.get(v, 0) for v, n in self.generated.items() if n > self.kept.get(v, 0)},
+                    )
                 if self.account == "ready":
                     yield "ready", self.kept
                 else:
@@ -233,14 +237,16 @@ class GroupTable:
         self._changed.setdefault(group.id, set()).update(e.id for e in episodes)
 
     @contextlib.contextmanager
-    def update(self, group: Group, episode: Episode) -> Iterator[None]:
-        """Change an episode in this block; the ledger follows."""
-        for account, counts in episode.accounts():
-            self.ledgers.add(account, counts, -1)
+    def update(self, group: Group, *episodes: Episode) -> Iterator[None]:
+        """Change episodes of a group in this block; the ledger follows."""
+        for episode in episodes:
+            for account, counts in episode.accounts():
+                self.ledgers.add(account, counts, -1)
         yield
-        for account, counts in episode.accounts():
-            self.ledgers.add(account, counts)
-        self.mark_changed(group, episode)
+        for episode in episodes:
+            for account, counts in episode.accounts():
+                self.ledgers.add(account, counts)
+        self.mark_changed(group, *episodes)
 
     def set_generated(self, episode: Episode, generated: Counts) -> None:
         """Within `update`: the worker's running totals are now `generated`."""

@@ -168,8 +168,9 @@ class Replay:
             self.table.set_state(group, "trained", version + 1)
             self._counters.trained[group.env] += 1
             self._counters.suspects.pop(group.id, None)
-            for episode in group.in_account("ready"):
-                with self.table.update(group, episode):
+            ready = group.in_account("ready")
+            with self.table.update(group, *ready):
+                for episode in ready:
                     episode.account, episode.loss_from = "trained", None if episode.withheld else oldest
         self._counters.version, self._counters.recovered_from, self._counters.taken = version + 1, None, None
 
@@ -274,8 +275,9 @@ class Replay:
                 "and no longer rolled back; resume from that checkpoint, or start a new run"
             )
         for group in self.table.trained_in(above=restored):
-            for episode in group.in_account("trained"):
-                with self.table.update(group, episode):
+            trained = group.in_account("trained")
+            with self.table.update(group, *trained):
+                for episode in trained:
                     episode.account, episode.loss_from = "ready", None
             counters.trained[group.env] -= 1
             self.table.set_state(group, "ready")
