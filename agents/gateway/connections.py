@@ -46,7 +46,7 @@ class Connections:
         self._open: set[GatewayConnection] = set()
         self._unasked: dict[GatewayConnection, None] = {}  # those without a request of an episode; oldest first
         self._idle: dict[GatewayConnection, None] = {}  # those with a request behind them; idle for longest first
-        self._idle_of: Counter[object] = Counter()
+        self._idle_of: Counter[str] = Counter()
         self._refusing: set[RefusedConnection] = set()
         self._refused = 0
 
@@ -67,18 +67,18 @@ class Connections:
         """Whether it may be open."""
         return connection in self._open
 
-    def asked(self, connection: GatewayConnection, episode: object) -> None:
-        """A request of `episode` has begun."""
+    def asked(self, connection: GatewayConnection, episode: str) -> None:
+        """A request of the episode with this key has begun."""
         self._leave(connection)
         connection.episode = episode
 
     def is_spare(self, connection: GatewayConnection) -> bool:
         """Whether it is not to stay open after the answer to the request that it has now."""
-        return connection.episode is None or self._idle_of[connection.episode] >= IDLE
+        return not connection.episode or self._idle_of[connection.episode] >= IDLE
 
     def answered(self, connection: GatewayConnection) -> None:
         """It has no request now."""
-        if connection in self._open and connection.episode is not None and connection not in self._idle:
+        if connection in self._open and connection.episode and connection not in self._idle:
             self._idle[connection] = None
             self._idle_of[connection.episode] += 1
 
@@ -104,7 +104,7 @@ class Connections:
 
 
 class GatewayConnection(web.RequestHandler):
-    """One connection. `episode` is what its newest request named, None before that; `gone` ends with the connection."""
+    """One connection. `episode` is the key of its newest request, "" before that; `gone` ends with the connection."""
 
     __slots__ = ("_connections", "episode", "gone")
 
@@ -112,7 +112,7 @@ class GatewayConnection(web.RequestHandler):
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, access_log=None, keepalive_timeout=IDLE_S)  # type: ignore[arg-type]
         self._connections = connections
-        self.episode: object = None
+        self.episode = ""
         self.gone: asyncio.Future[None] = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -108,9 +108,10 @@ class Gateway:
     def _calls(self, request: web.Request) -> EpisodeCalls | None:
         headers = request.headers
         bearer = headers.get("Authorization", "").removeprefix("Bearer ")
-        calls = self._episodes.get(request.match_info.get("key") or headers.get("x-api-key") or bearer)
+        key = request.match_info.get("key") or headers.get("x-api-key") or bearer
+        calls = self._episodes.get(key)
         if calls is not None:
-            self._connections.asked(cast(GatewayConnection, request.protocol), calls)
+            self._connections.asked(cast(GatewayConnection, request.protocol), key)
         return calls
 
     @contextlib.asynccontextmanager
