@@ -153,7 +153,7 @@ class Outliving(LocalReplica):
         await asyncio.shield(asyncio.ensure_future(self._swap(version)))
 
     async def _swap(self, version: int) -> None:
-        (tensors,) = [await in_thread(partial(s.take, version), f"take of {self.name}") for s in self.stagings]
+        (tensors,) = [await asyncio.to_thread(staging.take, version) for staging in self.stagings]
         before = dict(self.model.state_dict())
         self.load(dict(tensors))
         old, self._weights = self._weights, version
