@@ -443,7 +443,7 @@ async def test_time_in_which_the_supervisor_stood_still_is_nobodys_silence(tmp_p
         await there.processes.start(there.worker)
         await there.worker.ready.wait()
         assert there.worker.process is not None
-        os.kill(there.worker.process.pid, signal.SIGSTOP)  # so that nothing is heard before it is looked for silent roles
+        os.kill(there.worker.process.pid, signal.SIGSTOP)  # nothing is heard before it is looked for silent roles
         there.worker.deadline = before = time.monotonic() + 2.0  # they are looked for every 1.5 s
         time.sleep(2.5)  # noqa: ASYNC251  # the event loop stands still, as all of a process does that is stopped
         while there.worker.deadline == before:  # noqa: ASYNC110  # the next look sets nothing that could be awaited

@@ -23,7 +23,7 @@ from slipstream.launch.supervisor.factory import CLIENT_FACTORY
 from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
 from slipstream.tests.patient_env import PATIENT
-from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
+from slipstream.tests.runs import NARROW, WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
 
 pytestmark = [needs_namespaces, pytest.mark.timeout(1200)]  # each wait has a deadline of its own
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def gated() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy") / "policy")
+    return tiny_policy(tmp_path_factory.mktemp("policy") / "policy", NARROW)
 
 
 def check_audit(run: Path) -> None:
