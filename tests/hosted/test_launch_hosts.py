@@ -137,7 +137,12 @@ def gated() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy") / "policy", NARROW)
+    return tiny_policy(tmp_path_factory.mktemp("policy") / "policy")
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("narrow") / "policy", NARROW)
 
 
 def check_audit(run: Path) -> None:
@@ -203,7 +208,7 @@ STEP_S = 120.0
 
 @pytest.mark.full
 def test_networks_as_they_are_and_lost_hosts_which_are_no_lost_run(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    narrow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """50 ms and 2 % loss; a host that is cut off for longer than Ray and the supervisor wait for it, one that is frozen for as
     long, one whose clock is ahead. Then a lost host of a replica and a worker, and a lost host of everything but the buffer."""
@@ -215,7 +220,7 @@ def test_networks_as_they_are_and_lost_hosts_which_are_no_lost_run(
     clocks = {core: ahead}
     with (
         Hosts([1, 5, 4], tmp_path / "hosts", clocks) as hosts,
-        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER, *PATIENT) as run,
+        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={narrow}", *CLUSTER, *PATIENT) as run,
     ):
         run.until_steps(2)
         assert run.places()["learner-0"] == core
@@ -310,10 +315,10 @@ def check_lost_hosts(hosts: Hosts, run: HostedRun, core: int, spare: int) -> Non
 
 
 @pytest.mark.full
-def test_chaos_on_hosts(policy: Path, tmp_path: Path) -> None:
+def test_chaos_on_hosts(narrow: Path, tmp_path: Path) -> None:
     arguments = ("chaos", "--hosts=3", "--kills=3", "--links=2", "--seed=1", "--hang=300", "--json")
     done = slipstream(
-        "chaos", *arguments, f"model.path={policy}", f"run.dir={tmp_path / 'run'}", check=False, seconds=1500.0
+        "chaos", *arguments, f"model.path={narrow}", f"run.dir={tmp_path / 'run'}", check=False, seconds=1500.0
     )
     report = json.loads(done.stdout)
     log.info("%s", json.dumps(report, indent=1))
