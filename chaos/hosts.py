@@ -215,7 +215,7 @@ class Hosts:
             "--no-monitor",  # it would add nodes where a cloud has them
         ]
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
+            sys.executable, "-m", "slipstream.chaos.ray_node", "start", "--block", "--disable-usage-stats",
             "--include-log-monitor=false",  # it sends logs to programs that ask for them: none of a run does
             *([f"--address={self.address(0)}:{self._port}"] if host else head), f"--node-ip-address={self.address(host)}",
             f"--num-cpus={self.cpus[host]}", "--num-gpus=0", f"--object-store-memory={STORE_BYTES}",

@@ -71,7 +71,7 @@ class FakeKubeRay:
                     ray = [
                         sys.executable,
                         "-m",
-                        "ray.scripts.scripts",
+                        "slipstream.chaos.ray_node",
                         "start",
                         "--block",
                         "--include-log-monitor=false",

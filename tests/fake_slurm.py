@@ -26,7 +26,7 @@ STATE = "FAKE_SLURM"  # variable with the folder of the cluster's state
 PROGRAMS = ("sbatch", "srun", "scontrol", "sinfo")
 NUMBER = "0123456789"
 
-KILL_S = 3.0
+KILL_S = 0.5
 """Between the SIGTERM and the SIGKILL at the end of a job: KillWait in Slurm's configuration, there 30 s by default. What is left
 then are nodes of Ray, which drain until they are killed."""
 

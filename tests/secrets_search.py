@@ -24,8 +24,8 @@ from slipstream.rollout.engines.access import KEY, TOKENS, ServerAccess
 from slipstream.rpc.security import FILE, KeyPair, split_address
 from zmq.utils import z85
 
-IN_KEYS = np.isin(np.arange(256, dtype=np.uint8), np.frombuffer(z85.Z85CHARS, np.uint8))
-"""Bytes that are characters of Z85."""
+IN_KEYS = bytes(byte in z85.Z85CHARS for byte in range(256))
+"""For each byte whether it is a character of Z85."""
 
 CHUNK = 8 << 20
 """Bytes of memory that are looked at at once."""
@@ -102,7 +102,7 @@ def keys_in(data: bytes) -> set[bytes]:
     found = set[bytes]()
     for begin in range(0, len(data), CHUNK):
         part = data[max(0, begin - 41) : begin + CHUNK]
-        inside = np.concatenate([[False], IN_KEYS[np.frombuffer(part, np.uint8)], [False]])
+        inside = np.frombuffer(b"\0" + part.translate(IN_KEYS) + b"\0", np.bool_)
         edges = np.flatnonzero(inside[1:] != inside[:-1])
         starts = edges[::2][edges[1::2] - edges[::2] == 40]
         found |= {part[start : start + 40] for start in starts.tolist()}

@@ -6,6 +6,8 @@ import ast
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,6 +56,11 @@ class SilentHosts(Hosts):
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         return ["sleep", "60"]
+
+
+def test_a_node_of_ray_starts_without_ray_serve() -> None:
+    code = "import slipstream.chaos.ray_node, sys; sys.exit(any(one in sys.modules for one in ('ray.serve', 'pandas')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_command_on_a_host_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

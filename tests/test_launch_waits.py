@@ -438,6 +438,20 @@ async def test_who_is_killed_for_silence_is_named_with_its_last_wait(tmp_path: P
         assert "episode 3.0.1 has waited" in line
 
 
+async def test_time_in_which_the_supervisor_stood_still_is_nobodys_silence(tmp_path: Path) -> None:
+    async with stage(tmp_path, "launch.heartbeat_s=6") as there:
+        await there.processes.start(there.worker)
+        await there.worker.ready.wait()
+        assert there.worker.process is not None
+        os.kill(there.worker.process.pid, signal.SIGSTOP)  # nothing is heard before it is looked for silent roles
+        there.worker.deadline = before = time.monotonic() + 2.0  # they are looked for every 1.5 s
+        time.sleep(2.5)  # noqa: ASYNC251  # the event loop stands still, as all of a process does that is stopped
+        while there.worker.deadline == before:  # noqa: ASYNC110  # the next look sets nothing that could be awaited
+            await asyncio.sleep(0)
+        assert there.worker.deadline < float("inf")
+        assert "killed" not in there.events()
+
+
 async def test_who_is_stuck_is_killed_and_it_is_said_where(tmp_path: Path) -> None:
     async with stage(tmp_path, "launch.heartbeat_s=6") as there:
         there.launcher.does = "stuck"

@@ -5,8 +5,9 @@ Invariants:
 - The bundle of a role that has left is reused for the next role that needs as many GPUs. The processes of a replica that spans
   hosts get bundles on different ones, as long as there is room.
 - Each role is a child process of a small actor in its bundle (`ray_actor.py`), and dies with it.
-- Ray moves the bundle of a lost host to another one, as soon as one has room, be it the lost one again; `move` makes an actor
-  there. A buffer and a reward server stay where they are: the others know them by their addresses.
+- Ray moves the bundle of a lost host to another one, as soon as one has room, be it the lost one again; `move` asks for it anew
+  while none has, and makes an actor there.
+- A buffer and a reward server stay where they are: the others know them by their addresses.
 - The buffer's processes are on the host of this process if that has room: the hosts whose loss ends a run are then one.
 - A role is started only where the run's folder is the one of this host.
 - Ending what cannot be reached takes `END_S` and raises nothing.
@@ -252,6 +253,7 @@ class RayLauncher:
         before, deadline = self._placements[role], time.monotonic() + PLACE_S
         while True:
             ray.kill(self._actors[role])  # it may be alive but out of reach
+            self._renew(role)
             self._actors[role] = self._bundles[role].actor(self._logs)
             reserved = self._actors[role].reserve.remote(not self._many_hosts, 0)
             try:
@@ -280,6 +282,17 @@ class RayLauncher:
             host, port = msgspec.structs.astuple(await self._port(role))[:2]
         self._placements[role] = Placement(host, port)
         return self._placements[role]
+
+    def _renew(self, role: str) -> None:
+        """Ask anew for the bundle of a role whose host is lost. As long as no host has room, Ray tries to move the old one without
+        a pause, which takes its head a core; a new one it tries at intervals of up to a second."""
+        bundle = self._bundles[role]
+        if placement_group_table(bundle.group)["state"] == "RESCHEDULING":
+            self._groups.remove(bundle.group)
+            remove_placement_group(bundle.group)
+            group = placement_group(bundle.group.bundle_specs, "STRICT_PACK")
+            self._groups.append(group)
+            self._bundles[role] = msgspec.structs.replace(bundle, group=group)
 
     async def check_links(self) -> None:
         if not self._many_hosts:

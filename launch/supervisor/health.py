@@ -3,6 +3,8 @@
 Invariants:
 - A role that is silent for `launch.heartbeat_s` is killed once, and the reason names its last reported wait. `ProcessManager`
   restarts it, and probes the servers that send no heartbeats. Those that others started are only missed.
+- Time in which this process stood still, because it was stopped or its event loop was held up, is nobody's silence: what the roles
+  sent meanwhile is heard first.
 - A message that is no signal of a role of this run, or not of the role that sent it, changes nothing. Only the learner speaks of
   steps, checkpoints and replicas.
 - However many messages arrive, the event loop turns now and then.
@@ -164,9 +166,13 @@ class HealthMonitor:
 
     async def watch(self) -> None:
         """Kill the roles that are silent, and report remarkable waits, until cancelled."""
+        period = min(PROBE_S, self._silence_s / 4)
         while True:
-            await asyncio.sleep(min(PROBE_S, self._silence_s / 4))
+            due = time.monotonic() + period
+            await asyncio.sleep(period)
             now = time.monotonic()
+            for role in self._roles.values():
+                role.deadline += now - due
             silent = [role for role in self._roles.values() if role.process and now > role.deadline]
             for role in silent:
                 role.error = role.error or _silence(role, now)
