@@ -119,7 +119,7 @@ def _keep_pixels() -> None:
     def keep(features: list[Any], *_: object, **__: object) -> list[Any]:
         return features
 
-    output.strip_covered_mm_data = keep  # pyright: ignore[reportAttributeAccessIssue]
+    output.strip_covered_mm_data = keep  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
 
 
 def _end_with_parent() -> None:
