@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.common.tasks import in_thread
 from slipstream.errors import WeightSyncError
+from slipstream.weightsync import broadcast
 from slipstream.weightsync.broadcast import BroadcastGroup, Rendezvous, _gloo
 from slipstream.weightsync.plan import BroadcastSource, GroupPlan, TransferPlan
 from slipstream.weightsync.snapshot import ALIGNMENT, buckets_of, cut, dtype_of, pack, unpack
@@ -190,6 +192,23 @@ def test_closing_the_rendezvous_releases_at_once_whoever_still_waits_there() -> 
     waiting.join(60)
     meet()  # who comes later does not wait either
     assert len(errors) == 2
+
+
+def test_a_connection_to_the_store_that_is_lost_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch loses some: its deadline passes though the store answers."""
+    lost, connect = set[int | None](), torch.distributed.TCPStore
+
+    def first_is_lost(*arguments: Any, **options: Any) -> torch.distributed.TCPStore:
+        if not options.get("is_master") and threading.get_ident() not in lost:
+            lost.add(threading.get_ident())
+            raise torch.distributed.DistNetworkError("The client socket has timed out after 1000ms")
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr(broadcast, "TCPStore", first_is_lost)
+    sender, receiver = make_pair(timeout_s=30)
+    assert len(lost) == 2
+    for group in (sender, receiver):
+        group.close()
 
 
 def test_nccl_without_a_gpu_build_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:

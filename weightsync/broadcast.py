@@ -46,9 +46,7 @@ from .replica import PushResult, PushTarget, await_reply, failures, names
 from .snapshot import WeightSnapshot, pack
 
 GRACE_S = 1.0  # after a first failure: longest wait for the other members to report an error or to finish
-CONNECT = timedelta(
-    seconds=5
-)  # deadline of a connection to a store that has just answered: its owner may have given up meanwhile
+CONNECT_S = 1.0  # until a connection to a store that has just answered is made anew, see `_connected`
 
 
 class BroadcastTransport:
@@ -231,11 +229,9 @@ class BroadcastGroup:
         self._rendezvous = rendezvous
         timeout = timedelta(seconds=plan.timeout_s)
         try:
-            # Fails at once where the rendezvous is closed already; TCPStore would retry until its deadline.
             with socket.create_connection((plan.host, plan.port), timeout=plan.timeout_s) as lookout:
                 # The store must outlive the group: the group does not own it.
-                connect = min(timeout, CONNECT)
-                self._store: Store | None = TCPStore(plan.host, plan.port, timeout=connect, wait_for_workers=False)
+                self._store: Store | None = _connected(plan)
                 self._store.set_timeout(timeout)
                 store = PrefixStore(plan.name, self._store)
                 if plan.backend == "gloo":
@@ -279,6 +275,27 @@ class BroadcastGroup:
         self._store = None
         if self._rendezvous is not None:
             self._rendezvous.close()
+
+
+def _connected(plan: GroupPlan) -> Store:
+    """A client of the plan's store. torch (2.13) loses one of a hundred connections that are made at the same time, and notices
+    it at its own deadline: another is made as long as the store answers.
+
+    Raises:
+        OSError: nobody listens there any more; at once.
+        RuntimeError: no connection was made within `plan.timeout_s`.
+    """
+    until = time.monotonic() + plan.timeout_s
+    while True:
+        left = max(0.1, until - time.monotonic())
+        # Fails at once where the rendezvous is closed already; TCPStore would retry until its deadline.
+        socket.create_connection((plan.host, plan.port), timeout=left).close()
+        seconds = timedelta(seconds=min(left, CONNECT_S))
+        try:
+            return TCPStore(plan.host, plan.port, timeout=seconds, wait_for_workers=False)
+        except RuntimeError:
+            if time.monotonic() >= until:
+                raise
 
 
 def _while_open(lookout: socket.socket, meet: Callable[[], Any], plan: GroupPlan) -> Any:
