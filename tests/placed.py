@@ -109,7 +109,7 @@ def placed(config: Config, folder: Path) -> Iterator[dict[str, tuple[str, ...]]]
     ports = {kind: reserved_ports(count + 1) for kind, count in ranks.items()}
     addresses = {kind: tuple(f"tcp://127.0.0.1:{port}" for port in ports[kind][1:]) for kind in ranks}
     with contextlib.ExitStack() as stack:
-        # One that listens to no report: a role that ends waits three seconds for one that is not there.
+        # It listens to no report. At its end a role waits three seconds for a supervisor that does not answer at all.
         listening = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.ROUTER))
         supervisor = f"tcp://127.0.0.1:{listening.bind_to_random_port('tcp://127.0.0.1')}"
         job = RoleJob(

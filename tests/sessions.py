@@ -133,6 +133,7 @@ async def play_foreign(
     episode_s: float = 60.0,
     wall_s: float = 30.0,
     generated: list[int] | None = None,
+    lease: Lease = LEASE,
 ) -> EpisodeResult:
     """One episode as a worker plays it, through a gateway where `agent` takes an endpoint or is a program, or where the
     environment plays itself, which needs no agent. `generated` receives the number of tokens of each completion."""
@@ -157,4 +158,4 @@ async def play_foreign(
             1.0,
             limits=EpisodeLimits(episode_s, 60.0, 60.0),
         )
-        return await player.play(LEASE, 2, on_tokens=lambda completion: counts.append(len(completion.token_ids)))
+        return await player.play(lease, 2, on_tokens=lambda completion: counts.append(len(completion.token_ids)))

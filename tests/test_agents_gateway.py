@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -379,8 +380,10 @@ async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
         queue = queue_of(gateway)
         second = asyncio.create_task(http.post(url, content=pieces(100)))  # of an unknown size
         await until(lambda: len(queue._waiting) == 1)
+        third = asyncio.create_task(http.post(url, json=ask(2500)))
+        await until(lambda: len(queue._waiting) == 2)
         ended.set()
-        assert [(await one).status_code for one in (first, second)] == [200, 200]
+        assert [(await one).status_code for one in (first, second, third)] == [200, 200, 200]
         monkeypatch.setattr(bodies_module, "BODY_S", 0.2)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         head = f"POST /e/{endpoint.key}/v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: 9\r\n\r\n"
@@ -399,6 +402,13 @@ async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
         assert (await http.post(endpoint.mcp, json=ask(3100))).status_code == 404
         assert (queue.under_way, queue.bytes) == (0, 0)
         assert (await http.post(url, json=ask(2500))).status_code == 200
+
+
+def test_a_body_may_be_as_large_as_its_context() -> None:
+    small, large = bodies_module.context_limit(700), bodies_module.context_limit(1_000_000)
+    assert (small.size, small.items) == (1 << 20, 1 << 15)
+    assert (large.size, large.items) == (32_000_000, 2_000_000)
+    assert bodies_module.context_limit(10_000_000).size == bodies_module.tool_limit().size == 1 << 26
 
 
 async def test_a_body_that_would_take_a_parser_long_is_refused_before(episode: Episode) -> None:
@@ -561,6 +571,17 @@ async def test_the_key_alone_and_the_unix_socket_lead_to_the_episode(gateway: Ga
     assert script.check_exact(session) == 2
 
 
+def test_a_gateway_raises_the_limit_of_open_files_as_far_as_it_may() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections_module.MOST if hard == resource.RLIM_INFINITY else min(2 * connections_module.MOST, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        assert connections_module.open_limit() == wanted // 2
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 async def test_idle_connections_make_room_and_busy_ones_do_not(gateway: Gateway, episode: Episode) -> None:
     gateway._connections.limit = 4
     ended = asyncio.Event()
@@ -577,31 +598,43 @@ async def test_idle_connections_make_room_and_busy_ones_do_not(gateway: Gateway,
             asking = [asyncio.create_task(http.post(url, json=ASK)) for _ in range(4)]
             assert {await script.calls.get() for _ in range(4)} == {0, 1, 2, 3}
             assert [await reader.read() for reader, _ in (silent, by_socket)] == [b"", b""]
-            refused = await httpx.AsyncClient().post(url, json=ASK)
+            async with httpx.AsyncClient() as other:
+                refused = await other.post(url, json=ASK)
             assert refused.status_code == 503
             why = "the gateway has 4 connections open, as many as it may"
             assert refused.json()["error"] == {"message": why, "code": "too_many_connections"}
-            with pytest.raises(openai.InternalServerError, match=why):
-                await openai_client(endpoint, max_retries=0).chat.completions.create(model="policy", messages=QUESTION)
+            async with openai_client(endpoint, max_retries=0) as client:
+                with pytest.raises(openai.InternalServerError, match=why):
+                    await client.chat.completions.create(model="policy", messages=QUESTION)
             ended.set()
             assert {(await one).status_code for one in asking} == {200}
-            assert (await httpx.AsyncClient().post(url, json=ASK)).status_code == 200  # in place of an idle one
+            async with httpx.AsyncClient() as other:
+                assert (await other.post(url, json=ASK)).status_code == 200  # in place of an idle one
         for _, writer in (silent, by_socket):
             writer.close()
-    await until(lambda: len(gateway._connections._open) <= 1)
+    await until(lambda: not gateway._connections._open)
 
 
 async def test_connections_idle_for_so_long_and_so_many_for_an_episode(
     gateway: Gateway, episode: Episode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections_module, "IDLE", 1)
-    monkeypatch.setattr(connections_module, "IDLE_S", 0.2)
-    async with episode("a", "b", "c") as (endpoint, _, _), httpx.AsyncClient() as http:
+    async with episode("a", "b", "c", "d") as (endpoint, _, _):
         url = f"{endpoint.url}/v1/chat/completions"
-        assert "connection" not in (await http.post(url, json=ASK)).headers
-        assert (await httpx.AsyncClient().post(url, json=ASK)).headers["connection"] == "close"
-        assert "connection" not in (await http.post(url, json=ASK)).headers
-        assert (await httpx.AsyncClient().get(f"{gateway.url}/v1/models")).headers["connection"] == "close"  # no key
+        async with httpx.AsyncClient() as http, httpx.AsyncClient() as other:
+            assert "connection" not in (await http.post(url, json=ASK)).headers
+            assert (await other.post(url, json=ASK)).headers["connection"] == "close"
+            assert "connection" not in (await http.post(url, json=ASK)).headers
+            assert (await other.get(f"{gateway.url}/v1/models")).headers["connection"] == "close"  # no key
+        await until(lambda: not gateway._connections._open)
+        monkeypatch.setattr(connections_module, "IDLE_S", 0.2)  # of those that begin now
+        kept = await asyncio.open_connection("127.0.0.1", gateway.port)
+        content = json.dumps(ASK).encode()
+        head = f"POST /e/{endpoint.key}/v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(content)}\r\n\r\n"
+        kept[1].write(head.encode() + content)
+        async with asyncio.timeout(10):
+            assert (await kept[0].read()).startswith(b"HTTP/1.1 200 ")  # its answer, then its end
+        kept[1].close()
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost:")
         async with asyncio.timeout(10):

@@ -142,7 +142,7 @@ def test_experts_go_with_the_arrays_of_their_tokens(dtype: type) -> None:
     sent = msgspec.structs.replace(EXAMPLE, experts=experts)
     encoded = EncodedTrajectory.of(sent)
     assert encoded.arrays.nbytes == 4 * (9 + 3 * 2 * experts.itemsize)
-    held = DeliveredTrajectory.of(EXAMPLE.episode, encoded.decode(), encoded)
+    held = DeliveredTrajectory.of(EXAMPLE.episode, sent, encoded)
     assert (held.id, held.row) == (EXAMPLE.id, encoded.row)
     row = encoded.row.decode()
     assert (row.length, row.prompt) == (4, EncodedTrajectory.of(EXAMPLE).row.prompt)

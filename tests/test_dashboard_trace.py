@@ -120,6 +120,7 @@ def test_perfetto_has_every_span_as_a_slice(run: Path, capsys: pytest.CaptureFix
     assert [v for _, v in trace.counters["worker-0/replicas.engine-0.kv"]] == [0.5] * 4
 
 
+@pytest.mark.full  # npm installs the program
 def test_perfettos_own_program_finds_every_span(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "trace"
     assert main(["trace", str(run), "-o", str(out)]) == 0

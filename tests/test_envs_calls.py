@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import threading
 import time
+from typing import Any
 
 import pytest
 from slipstream.envs import in_thread
@@ -81,8 +82,11 @@ async def test_a_function_that_is_cancelled_before_its_thread_runs_it_does_not_b
     threads = list[threading.Thread]()
 
     class Late(threading.Thread):
-        def run(self) -> None:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             threads.append(self)
+
+        def run(self) -> None:
             cancelled.wait(SOON)
             super().run()
 

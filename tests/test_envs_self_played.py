@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from slipstream.agents import Completion
@@ -30,7 +31,7 @@ from slipstream.launch.cli.main import main
 from slipstream.rollout.player import EpisodeResult
 from slipstream.tests.self_playing import Itself
 from slipstream.tests.servers import needs, python_of
-from slipstream.tests.sessions import Script, call, play_foreign
+from slipstream.tests.sessions import LEASE, Script, call, play_foreign
 from transformers import PreTrainedTokenizerBase
 
 HERE = Path(__file__).parent
@@ -186,9 +187,8 @@ LIBRARIES = [
 ]
 
 
-def answer_to(source: object) -> str:
-    """To the task that `play` gives."""
-    payload = source.task(7).payload  # pyright: ignore[reportAttributeAccessIssue]
+def answer_to(source: object, task: int = LEASE.task) -> str:
+    payload = source.task(task).payload  # pyright: ignore[reportAttributeAccessIssue]
     return str(2 * payload.get("task", payload.get("sample")))
 
 
@@ -218,11 +218,12 @@ async def test_many_episodes_of_a_library_at_once(
     tokenizer: PreTrainedTokenizerBase, shared: Shared, make: Callable[[], Verifiers | Inspect]
 ) -> None:
     source = shared(make)
-    right = answer_to(source)
 
     async def one(index: int) -> float:
+        lease = msgspec.structs.replace(LEASE, task=6 + index % 3)
+        right = answer_to(source, lease.task)
         script = Script(tokenizer, lambda number: right if index % 2 else "1")
-        return (await play_foreign(tokenizer, None, script, source, episode_s=240.0)).reward
+        return (await play_foreign(tokenizer, None, script, source, lease=lease, episode_s=240.0)).reward
 
     assert await asyncio.gather(*map(one, range(12))) == [float(index % 2) for index in range(12)]
 

@@ -112,5 +112,5 @@ def test_spans_name_the_versions_that_sampled_and_weights_are_those_of_a_plain_l
 
 
 def _steps(bound: int) -> int:
-    """Enough for several long episodes to end: of the groups that are asked for before the first step every fifth is of these."""
+    """Enough for several long episodes to end: every fifth of the groups that are asked for before the first step has one."""
     return bound + 8

@@ -222,8 +222,9 @@ def test_ranks_divide_the_step_and_what_is_no_setting_of_a_simulation_is_refused
 
 
 @pytest.mark.full
-def test_ten_thousand_gpus_are_planned_in_a_minute() -> None:
-    """Of a plan's five steps two, which have more than half of its events: what is played ahead comes first."""
+def test_two_steps_of_ten_thousand_gpus_are_planned_in_a_minute() -> None:
+    """The first of a plan's five. They have more than half of its events: before the first step the rollout plays the batches that
+    it may be ahead."""
     result = simulate(SimulationPlan.of(cluster()), 2)
     assert len(result.samples) == 2
     assert result.events > 220_000

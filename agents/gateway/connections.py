@@ -32,9 +32,16 @@ FULL = (
 
 
 def open_limit() -> int:
-    """How many connections a gateway of this process may have."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST if files == resource.RLIM_INFINITY else min(MOST, files // 2)
+    """How many connections a gateway of this process may have; the process may open twice as many files from here on, as far as its
+    hard limit lets it."""
+
+    def capped(files: int) -> int:
+        return 2 * MOST if files == resource.RLIM_INFINITY else min(2 * MOST, files)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if capped(soft) < capped(hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (capped(hard), hard))
+    return capped(hard) // 2
 
 
 class Connections:

@@ -25,7 +25,7 @@ from slipstream.tests.secrets_search import (
     supervisor_key,
 )
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 """Between two looks for the secrets of processes: each lives for seconds."""
 
 

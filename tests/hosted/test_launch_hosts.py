@@ -261,10 +261,10 @@ def check_networks(hosts: Hosts, run: HostedRun, spare: int) -> None:
     for host in range(len(hosts)):
         links.link(LinkState(host))
 
-    missed = run.roles()["worker-1"][1]
+    missed, before = run.roles()["worker-1"][1], misses()
     links.link(LinkState(spare, up=False))
     seconds["cut off"] = run.until_steps(STEPS, STEP_S)
-    run.until(lambda: misses() > 0, "the worker to be missed with its host")
+    run.until(lambda: misses() > before, "the worker to be missed with its host")
     links.link(LinkState(spare))
     run.until(lambda: back(missed), "another worker on the host that is back")
 
