@@ -23,7 +23,6 @@ from slipstream.errors import ConfigError, DeadlineExceeded, RoleDied, first_cau
 from slipstream.launch.launchers.local import LocalLauncher, ProcessHandle
 from slipstream.launch.run_lock import run_lock
 from slipstream.launch.supervisor import control
-from slipstream.launch.supervisor import supervisor as supervisor_module
 from slipstream.launch.supervisor.control import (
     AddReplicas,
     CommandAccepted,
@@ -416,56 +415,6 @@ from slipstream.common.owned_folders import SHARED_MEMORY, WEIGHTS, OwnedFolder
 print(OwnedFolder(SHARED_MEMORY, WEIGHTS).path, flush=True)
 time.sleep(600)
 """
-
-
-LEARNER = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: None)
-print("ready", flush=True)
-while True:
-    time.sleep(600)
-"""
-"""A learner that waits for its buffer whatever it is asked."""
-
-
-class BufferThatDies(LocalLauncher):
-    """Starts a buffer that fails, and `LEARNER` in place of every other role."""
-
-    async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
-        code = "raise OSError('the disk is full')" if role == "buffer" else LEARNER
-        return await super().start(role, [sys.executable, "-S", "-c", code], environment)
-
-
-async def test_a_buffer_that_died_for_good_ends_the_run_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its error is the run's, though the learner waits for it."""
-    monkeypatch.setattr(supervisor_module, "BUFFERLESS_S", 0.1)
-    config = load("quickstart", [f"run.dir={tmp_path}", "launch.restarts=0", "launch.heartbeat_s=180"])
-    events = (tmp_path / "events").open("w")
-    view = LineView(config, Console(file=events, width=1000))
-    (tmp_path / "logs").mkdir()
-    supervisor = Supervisor(config, tmp_path, BufferThatDies(tmp_path / "logs", 0), view, gpus={}, backend="gloo")
-
-    async def plan(spawn: Spawn) -> None:
-        processes = supervisor._processes
-        learner = processes.roles["learner-0"]
-        await processes.start(learner)
-        spawn(processes.watch([learner]))
-        log = tmp_path / "logs" / "learner-0.log"
-        while not log.is_file() or "ready" not in log.read_text():  # noqa: ASYNC110 - a file has no event
-            await asyncio.sleep(0.01)
-        await processes.start(processes.roles["buffer"])
-        await processes.watch([processes.roles["buffer"]])
-
-    async with asyncio.timeout(config.launch.stop_s / 2):
-        with pytest.raises(
-            RoleDied, match="buffer ended with exit status 1: OSError: the disk is full; given up after 0 restarts"
-        ):
-            await supervisor._run(["buffer", "learner-0"], plan)
-    learner = supervisor._processes.roles["learner-0"].process
-    assert learner is not None
-    assert not psutil.pid_exists(learner.pid)
 
 
 async def test_a_supervisor_keeps_no_finished_work_and_leaves_no_shared_memory(tmp_path: Path) -> None:

@@ -74,9 +74,7 @@ from .sockets import SupervisorSockets
 from .workers import WorkerManager
 
 IMPORT_S = 60.0  # beyond `start_s`: what the learner may take to import torch and load the model on a busy machine
-# Where the buffer has ended for good: how long the learner may take to write a checkpoint, which could not be acknowledged, and
-# workers to close their environments, whose leases nothing takes back.
-BUFFERLESS_S = 2.0
+LEASELESS_S = 2.0  # how long workers may take to close their environments where no buffer takes their leases back
 Plan = Callable[[Spawn], Coroutine[Any, Any, None]]  # starts roles in order and returns when the run is done
 
 
@@ -383,14 +381,10 @@ class Supervisor:
 
     async def _end(self) -> None:
         """End everything: first the learner, with a checkpoint, while the buffer and the auxiliary models still answer. Where the
-        buffer has ended, the learner and the workers have `BUFFERLESS_S`."""
-
-        def at_most(seconds: float) -> float:
-            buffers = self._processes.of_kind("buffer")
-            return seconds if all(role.running for role in buffers) else BUFFERLESS_S
-
-        await self._stop(at_most(self.config.launch.stop_s), "learner")
-        leaving_s = at_most(END_S)
+        buffer has ended, workers cannot return their leases, and have `LEASELESS_S`."""
+        buffers = self._processes.of_kind("buffer")
+        await self._stop(self.config.launch.stop_s, "learner")
+        leaving_s = END_S if all(role.running for role in buffers) else LEASELESS_S
         await asyncio.gather(self._stop(leaving_s, "worker"), self._stop(END_S, "evaluator", "rater", "sft"))
         await self._stop(END_S, "buffer", "engine", "reward", *AUX_MODEL_KINDS)
 
