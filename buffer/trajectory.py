@@ -324,7 +324,7 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
 
 class DeliveredTrajectory(NamedTuple):
     """A trajectory as the buffer holds it: its frames, and what its rows in the file and in a batch say. `row` is made when it
-    comes, while its bytes are in the processor's cache. The hundreds of objects that were decoded to check it go."""
+    comes, while its bytes are in the processor's cache. The hundreds of objects that were decoded to check it are freed."""
 
     id: str
     episode_id: str

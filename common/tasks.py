@@ -131,6 +131,13 @@ def in_thread(work: Callable[[], T], name: str, *, interrupt: bool = False) -> a
     return future
 
 
+def start_thread(work: Callable[[], None], name: str) -> None:
+    """Run `work` in a daemon thread, which the interpreter waits for at exit, for `EXIT_JOIN_S` at most."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 

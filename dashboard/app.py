@@ -134,9 +134,11 @@ class DashServer:
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
         async def read() -> bytes:
-            found = await _in_time(lambda: [run.summary() for run in self._runs.runs()], "the list of runs")
-            root, left_out = str(self._runs.root.absolute()), self._runs.left_out
-            return msgspec.json.encode({"runs": found, "folder": root, "left_out": left_out})
+            def list_runs() -> dict[str, object]:
+                found = [run.summary() for run in self._runs.runs()]
+                return {"runs": found, "folder": str(self._runs.root.absolute()), "left_out": self._runs.left_out}
+
+            return msgspec.json.encode(await _in_time(list_runs, "the list of runs"))
 
         return _json(await self._shared.get(request.path, "", read))
 

@@ -157,8 +157,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         assert isinstance(request, socket.socket)
         cut = threading.Timer(SCRAPE_S, _cut, (request,))
         cut.daemon = True
-        cut.start()
         try:
+            cut.start()
             super().process_request_thread(request, client_address)
         finally:
             cut.cancel()

@@ -41,8 +41,8 @@ STEPS = 200  # most steps in it
 # Where no span says when a batch was asked for: the quantile of the waits for batches that is taken for the wait for one that is
 # ready, and the most that it may be: in a run that always waits no batch is ready.
 READY_QUANTILE, READY_MOST_S = 0.25, 0.05
-LOOKS = 20  # at the requests in flight during a push
-MOST_CROWDED = 4.0  # times that a push may take beside the requests of a run
+LOOKS = 20  # times during a push at which its requests in flight are counted
+MOST_SLOWED = 4.0  # times as long as beside idle replicas that the pushes of a run may be found to take
 
 
 def refuse_colocated(config: Config) -> None:
@@ -237,7 +237,7 @@ def _push_steps(spans: RunSpans, decode: DecodeCurve) -> tuple[float, float]:
     seconds = published[:, 1] - published[:, 0]
     mean_s, mean_step_s = float(seconds.mean()), float(step_s.mean())
     slope = float(np.polyfit(step_s, seconds, 1)[0]) if step_s.std() > 0 else 0.0
-    alone_s = min(mean_s, max(mean_s - slope * mean_step_s, mean_s / MOST_CROWDED))
+    alone_s = min(mean_s, max(mean_s - slope * mean_step_s, mean_s / MOST_SLOWED))
     return ((mean_s - alone_s) / mean_step_s if mean_step_s else 0.0), mean_s / alone_s
 
 

@@ -106,14 +106,6 @@ class _Load:
         upto = np.concatenate([[0.0], np.cumsum(amounts)])
         return np.interp(until, self._edges, upto) - np.interp(since, self._edges, upto)
 
-    def mean_pending(self) -> Floats:
-        """float64[N]: how many requests without a first token there were, on average, while each had none; itself included."""
-        at = np.unique(np.concatenate([self.sent, self.first]))
-        pending = under_way(self.sent, self.first, at)
-        upto = np.concatenate([[0.0], np.cumsum(pending[:-1] * np.diff(at))])
-        waited = np.maximum(self.first - self.sent, 1e-9)
-        return (np.interp(self.first, at, upto) - np.interp(self.sent, at, upto)) / waited
-
     def prefilled(self, since: Floats, until: Floats) -> Floats:
         """float64[N]: tokens whose prefill ended in `(since, until]`, each completion's times."""
         order = np.argsort(self.first)

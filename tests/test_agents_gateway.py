@@ -406,7 +406,7 @@ async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
 
 def test_a_body_may_be_as_large_as_its_context() -> None:
     small, large = bodies_module.context_limit(700), bodies_module.context_limit(1_000_000)
-    assert (small.size, small.items) == (1 << 20, 1 << 15)
+    assert (small.size, small.items) == (1 << 24, 1 << 15)
     assert (large.size, large.items) == (32_000_000, 2_000_000)
     assert bodies_module.context_limit(10_000_000).size == bodies_module.tool_limit().size == 1 << 26
 

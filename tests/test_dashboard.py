@@ -450,7 +450,7 @@ def test_the_command_serves_until_it_is_interrupted(started: tuple[subprocess.Po
     async def look() -> None:
         async with aiohttp.ClientSession() as client:
             async with client.get(url + "api/runs") as response:
-                assert [run["name"] for run in await response.json()] == ["run"]
+                assert [run["name"] for run in (await response.json())["runs"]] == ["run"]
             async with client.get(url + "api/events") as stream:  # open while it ends
                 await stream.content.readuntil(b"\n\n")
                 process.send_signal(number)

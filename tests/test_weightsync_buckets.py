@@ -149,8 +149,8 @@ class HalfwayStore(torch.distributed.Store):
 
 
 async def test_closing_the_rendezvous_releases_at_once_those_that_wait_for_a_connection() -> None:
-    """Which they have of no member yet, so that the end of none shows. Of two members the one with the lower port waits for the other's
-    connection; the other one is refused at once where that has died."""
+    """Which they have of no member yet, so that the end of none shows. Of two members the one with the lower port waits for the
+    other's connection; the other one is refused at once where that has died."""
     timeout = timedelta(seconds=60)
     for _ in range(20):
         rendezvous = Rendezvous("127.0.0.1", 60)

@@ -23,7 +23,6 @@ import itertools
 import os
 import selectors
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -39,7 +38,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from ..common import accelerator
 from ..common.accelerator import CollectiveBackend
 from ..common.network import address_towards
-from ..common.tasks import in_thread
+from ..common.tasks import in_thread, start_thread
 from ..errors import SlipstreamError, WeightSyncError
 from .plan import AckCollector, BroadcastSource, GroupPlan
 from .replica import PushResult, PushTarget, await_reply, failures, names
@@ -311,13 +310,13 @@ def _while_open(lookout: socket.socket, meet: Callable[[], Any], plan: GroupPlan
             except Exception as error:
                 outcome.extend((None, error))
 
-    threading.Thread(target=run, name=f"meet-{plan.name}", daemon=True).start()
+    start_thread(run, f"meet-{plan.name}")
     with ended, selectors.DefaultSelector() as waiting:
         for one in (ended, lookout):
             waiting.register(one, selectors.EVENT_READ)
-        waiting.select(plan.timeout_s)
+        ready = waiting.select(plan.timeout_s)
     if not outcome:
-        raise RuntimeError("rank 0 has given the group up")
+        raise RuntimeError("rank 0 has given the group up" if ready else "other members did not connect")
     group, error = outcome
     outcome.clear()
     try:

@@ -13,7 +13,7 @@ from aiohttp import web
 from ...common.waits import Overdue, within
 
 LARGEST_BODY = 1 << 26  # bytes, whatever the context
-SMALL_BODY = 1 << 20  # bytes that any request may have
+SMALL_BODY = 1 << 24  # bytes that any request may have: images come as text
 TOKEN_BYTES = 32  # of a body for each token of the context: English has 5, JSON's escapes of other scripts up to 15
 SMALL_ITEMS = 1 << 15  # items that any request may have: some 50 ms of parsing
 TOKEN_ITEMS = 2  # for each token of the context: a message has at most 6 and at least 4 tokens

@@ -141,6 +141,8 @@ class Gateway:
             return _failed(dialect, refused.failure)
         except PolicyError:
             return _failed(dialect, CallFailure(401, OVER, "invalid_api_key"))
+        except ConnectionResetError:  # the client is gone
+            return web.Response()
 
     async def _replied(
         self,
@@ -175,7 +177,6 @@ class Gateway:
                 await _write(http, out, event(dialect.error(failure.status, failure.message, failure.code), "error"))
             else:
                 await _write(http, out, b"".join(dialect.events(request, _answer(request, calls, work.result()))))
-            await out.write_eof()
         return out
 
     async def _models(self, http: web.Request) -> web.Response:
@@ -200,6 +201,8 @@ class Gateway:
             return _json({"error": refused.failure.message}, refused.failure.status)
         except PolicyError:
             return _json({"error": OVER}, 401)
+        except ConnectionResetError:  # the client is gone
+            return web.Response()
         if work.cancelled():
             return _json({"error": OVER}, 401)
         answer = work.result()

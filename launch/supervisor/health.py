@@ -171,8 +171,9 @@ class HealthMonitor:
             due = time.monotonic() + period
             await asyncio.sleep(period)
             now = time.monotonic()
+            late = now - due
             for role in self._roles.values():
-                role.deadline += now - due
+                role.deadline += late if role.last_seen < due else 0.0
             silent = [role for role in self._roles.values() if role.process and now > role.deadline]
             for role in silent:
                 role.error = role.error or _silence(role, now)
@@ -180,6 +181,8 @@ class HealthMonitor:
                     self._view.event(f"{role.name} is killed: {role.error}")
                 role.deadline = float("inf")
             await asyncio.gather(*(role.process.kill() for role in silent if role.process))
+            if late > period:  # what the roles wait for was heard before that
+                continue
             for line in self._watchdog.check(self.waits(), time.monotonic()):
                 if self._alerts is None or line != self._watchdog.stalled:
                     self._view.event(line)

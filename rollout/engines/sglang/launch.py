@@ -159,8 +159,11 @@ def environment(config: Config) -> dict[str, str]:
         variables |= CPU_THREADS | {
             "PYTHONPATH": f"{SHIM}{os.pathsep}{path}" if path else str(SHIM),
             "SGLANG_USE_CPU_ENGINE": "1",
-            "TORCH_COMPILE_DISABLE": "1",  # ranks of tensor parallelism would compile a mask for half a minute
         }
+        if "enable_torch_compile" not in _engine(config).passed_on:
+            variables["TORCH_COMPILE_DISABLE"] = (
+                "1"  # ranks of tensor parallelism would compile a mask for half a minute
+            )
         if (ranks := _engine(config).tensor_parallel) > 1:
             cores = sorted(os.sched_getaffinity(0))
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in range(ranks))
