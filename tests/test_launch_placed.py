@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,9 @@ def test_a_critic_that_is_killed_and_one_that_is_put_elsewhere(tmp_path: Path) -
         output = going.output()
         assert going.process.returncode == 0, output
     gang = {"learner-0", "reference-0", "critic-0", "critic-1"}
-    assert "critic-1 ended with SIGKILL; restart 1 of 3" in output
+    # The supervisor may see the end of critic-0 first, which has lost critic-1.
+    first = r"critic-1 ended with SIGKILL|critic-0 ended with exit status 1: LearnerError: .* lost the others .*"
+    assert re.search(rf"({first}); restart 1 of 3", output), output
     assert before.keys() == after.keys() > gang
     assert {role for role in before if before[role] != after[role]} == gang
     assert leftovers(run) == []
