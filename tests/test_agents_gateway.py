@@ -590,13 +590,22 @@ async def test_idle_connections_make_room_and_busy_ones_do_not(gateway: Gateway,
         await ended.wait()
         return "late"
 
-    async with episode(say=lambda number: late()) as (endpoint, script, _):
+    def say(number: int) -> Awaitable[str]:
+        return late()
+
+    async with episode(say=say) as (endpoint, script, _), episode(say=say) as (second, other_script, _):
         silent = await asyncio.open_connection("127.0.0.1", gateway.port)
         by_socket = await asyncio.open_unix_connection(str(gateway.socket))
         async with httpx.AsyncClient() as http:
-            url = f"{endpoint.url}/v1/chat/completions"
-            asking = [asyncio.create_task(http.post(url, json=ASK)) for _ in range(4)]
-            assert {await script.calls.get() for _ in range(4)} == {0, 1, 2, 3}
+            url, elsewhere = (f"{one.url}/v1/chat/completions" for one in (endpoint, second))
+            asking = [asyncio.create_task(http.post(to, json=ASK)) for to in (url, url, elsewhere)]
+            assert {await one.calls.get() for one in (script, script, other_script)} == {0, 1}
+            beyond = await http.post(url, json=ASK)
+            assert beyond.status_code == 429
+            why = "the episode has 2 requests without an answer, or one that was not taken, as many as it may"
+            assert beyond.json()["error"]["message"] == why
+            asking.append(asyncio.create_task(http.post(elsewhere, json=ASK)))
+            assert await other_script.calls.get() == 1
             assert [await reader.read() for reader, _ in (silent, by_socket)] == [b"", b""]
             async with httpx.AsyncClient() as other:
                 refused = await other.post(url, json=ASK)
@@ -613,6 +622,7 @@ async def test_idle_connections_make_room_and_busy_ones_do_not(gateway: Gateway,
         for _, writer in (silent, by_socket):
             writer.close()
     await until(lambda: not gateway._connections._open)
+    assert not gateway._connections._busy_of
 
 
 async def test_connections_idle_for_so_long_and_so_many_for_an_episode(

@@ -5,6 +5,7 @@ Invariants:
   if there are some; where none is idle it is refused by a 503.
 - A connection that is idle for `IDLE_S` is closed, whether or not the head of a request has begun.
 - An episode keeps at most `IDLE` connections between its requests: the answer to a request that would leave one more closes it.
+- An episode has at most `share` connections with a request that is not answered, or whose answer the client has not taken.
 - A client that does not take an answer within `ANSWER_S` loses its connection.
 """
 
@@ -54,6 +55,7 @@ class Connections:
         self._unasked: dict[GatewayConnection, None] = {}  # those without a request of an episode; oldest first
         self._idle: dict[GatewayConnection, None] = {}  # those with a request behind them; idle for longest first
         self._idle_of: Counter[str] = Counter()
+        self._busy_of: Counter[str] = Counter()  # connections with a request, until the client has taken its answer
         self._refusing: set[RefusedConnection] = set()
         self._refused = 0
 
@@ -74,10 +76,20 @@ class Connections:
         """Whether it may be open."""
         return connection in self._open
 
+    @property
+    def share(self) -> int:
+        """How many of one episode may have a request."""
+        return self.limit // 2
+
     def asked(self, connection: GatewayConnection, episode: str) -> None:
         """A request of the episode with this key has begun."""
         self._leave(connection)
-        connection.episode = episode
+        connection.episode, connection.busy = episode, True
+        self._busy_of[episode] += 1
+
+    def is_beyond_share(self, connection: GatewayConnection) -> bool:
+        """Whether its episode has too many with a request."""
+        return self._busy_of[connection.episode] > self.share
 
     def is_spare(self, connection: GatewayConnection) -> bool:
         """Whether it is not to stay open after the answer to the request that it has now."""
@@ -85,6 +97,7 @@ class Connections:
 
     def answered(self, connection: GatewayConnection) -> None:
         """It has no request now."""
+        self._end_request(connection)
         if connection in self._open and connection.episode and connection not in self._idle:
             self._idle[connection] = None
             self._idle_of[connection.episode] += 1
@@ -95,11 +108,19 @@ class Connections:
 
     def _leave(self, connection: GatewayConnection) -> None:
         self._unasked.pop(connection, None)
+        self._end_request(connection)
         if connection in self._idle:
             del self._idle[connection]
             self._idle_of[connection.episode] -= 1
             if not self._idle_of[connection.episode]:
                 del self._idle_of[connection.episode]
+
+    def _end_request(self, connection: GatewayConnection) -> None:
+        if connection.busy:
+            connection.busy = False
+            self._busy_of[connection.episode] -= 1
+            if not self._busy_of[connection.episode]:
+                del self._busy_of[connection.episode]
 
     def _count_refused(self) -> None:
         self._refused += 1
@@ -111,15 +132,16 @@ class Connections:
 
 
 class GatewayConnection(web.RequestHandler):
-    """One connection. `episode` is the key of its newest request, "" before that; `gone` ends with the connection."""
+    """One connection. `episode` is the key of its newest request, "" before that, and `busy` while it has one; `gone` ends with the
+    connection."""
 
-    __slots__ = ("_connections", "episode", "gone")
+    __slots__ = ("_connections", "busy", "episode", "gone")
 
     def __init__(self, connections: Connections, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, access_log=None, keepalive_timeout=IDLE_S)  # type: ignore[arg-type]
         self._connections = connections
-        self.episode = ""
+        self.episode, self.busy = "", False
         self.gone: asyncio.Future[None] = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

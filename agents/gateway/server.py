@@ -96,7 +96,7 @@ class Gateway:
     async def endpoint(self, session: Session, tools: EnvTools | None = None) -> AsyncIterator[Endpoint]:
         """Open for one episode; at the end its calls are cancelled, and later ones are refused."""
         key = secrets.token_urlsafe(18)
-        waiting = max(0, self._connections.limit // 2 - CALLS)  # an episode has half of the connections at most
+        waiting = max(0, self._connections.share - CALLS)
         calls = self._episodes[key] = EpisodeCalls(session, tools, self._trained, waiting)
         url = f"{self.url}/e/{key}"
         try:
@@ -118,9 +118,14 @@ class Gateway:
     async def _request(
         self, http: web.Request, calls: EpisodeCalls, limit: BodyLimit
     ) -> AsyncIterator[tuple[RequestRoom, bytes]]:
-        """Around a request whose turn it is: its room and its body. Raises what `RequestQueue.turn` and `read_body` raise."""
-        gone = cast(GatewayConnection, http.protocol).gone
-        async with calls.requests.turn(expected_size(http, limit), gone) as room:
+        """Around a request whose turn it is: its room and its body. Raises what `RequestQueue.turn` and `read_body` raise, and
+        RefusedRequest where the episode has all its connections."""
+        connection = cast(GatewayConnection, http.protocol)
+        if self._connections.is_beyond_share(connection):
+            most = self._connections.share
+            why = f"the episode has {most} requests without an answer, or one that was not taken, as many as it may"
+            raise RefusedRequest(429, why, "rate_limit_exceeded")
+        async with calls.requests.turn(expected_size(http, limit), connection.gone) as room:
             body = await read_body(http, limit)
             calls.requests.has_read(room, len(body))
             yield room, body
