@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-import pytest
-from slipstream.tests.servers import is_required
-
-INSTALL_S = 200.0
+from slipstream.tests.installed_once import cache_folder, give_up, install_once
 
 
 class NpmPackages(NamedTuple):
@@ -30,28 +26,15 @@ class NpmPackages(NamedTuple):
         required, it fails."""
         if named := os.environ.get(self.variable):
             return Path(named)
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         versions = (package.rpartition("@")[2] for package in self.packages)
-        folder = cache / "slipstream" / "-".join((self.requirement.replace("_", "-"), *versions))
-        if not folder.exists():
-            if not (shutil.which("node") and shutil.which("npm")):
-                self._give_up(
-                    f"there is no node and npm to install {self.name} with, and {self.variable} names no folder"
-                )
-            made = folder.with_name(f"{folder.name}.{os.getpid()}")
-            options = ("--no-audit", "--no-fund", "--loglevel=error")
-            command = ("npm", "install", "--prefix", str(made), *options, *self.packages)
-            made.mkdir(parents=True)
-            try:
-                subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=True)
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                shutil.rmtree(made)
-                self._give_up(f"npm cannot install {self.name}: {error}; {str(error.stderr or '').strip()[-200:]!r}")
-            made.rename(folder)
+        folder = cache_folder("-".join((self.requirement.replace("_", "-"), *versions)))
+        if not (folder.exists() or (shutil.which("node") and shutil.which("npm"))):
+            why = f"there is no node and npm to install {self.name} with, and {self.variable} names no folder"
+            give_up(self.requirement, why)
+        options = ("--prefix", ".", "--no-audit", "--no-fund", "--loglevel=error")
+        command = ("npm", "install", *options, *self.packages)
+        install_once(folder, command, self.requirement, f"npm cannot install {self.name}")
         return folder
-
-    def _give_up(self, why: str) -> NoReturn:
-        (pytest.fail if is_required(self.requirement) else pytest.skip)(why)
 
 
 CLI_AGENTS = NpmPackages(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
-from typing import NoReturn
 
-import pytest
-from slipstream.tests.servers import is_required
+from slipstream.tests.installed_once import cache_folder, give_up, install_once
 
 VARIABLE = "SLIPSTREAM_PROMTOOL"  # the program
-INSTALL_S = 200.0
 
 
 def promtool() -> Path:
@@ -20,23 +16,10 @@ def promtool() -> Path:
     fails."""
     if found := os.environ.get(VARIABLE) or shutil.which("promtool"):
         return Path(found)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    folder = cache / "slipstream" / "prometheus"
-    if not folder.exists():
-        if not (shutil.which("apt-get") and shutil.which("dpkg")):
-            _give_up(f"there is no promtool and no apt-get to install it with, and {VARIABLE} names none")
-        made = folder.with_name(f"{folder.name}.{os.getpid()}")
-        made.mkdir(parents=True)
-        fetch = "apt-get download -qq prometheus || (apt-get update -qq && apt-get download -qq prometheus)"
-        command = ("sh", "-c", f"({fetch}) && dpkg -x prometheus_*.deb . && rm prometheus_*.deb")
-        try:
-            subprocess.run(command, cwd=made, capture_output=True, text=True, timeout=INSTALL_S, check=True)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            shutil.rmtree(made)
-            _give_up(f"apt-get cannot install promtool: {error}; {str(error.stderr or '').strip()[-200:]!r}")
-        made.rename(folder)
+    folder = cache_folder("prometheus")
+    if not (folder.exists() or (shutil.which("apt-get") and shutil.which("dpkg"))):
+        give_up("promtool", f"there is no promtool and no apt-get to install it with, and {VARIABLE} names none")
+    fetch = "apt-get download -qq prometheus || (apt-get update -qq && apt-get download -qq prometheus)"
+    command = ("sh", "-c", f"({fetch}) && dpkg -x prometheus_*.deb . && rm prometheus_*.deb")
+    install_once(folder, command, "promtool", "apt-get cannot install promtool")
     return folder / "usr" / "bin" / "promtool"
-
-
-def _give_up(why: str) -> NoReturn:
-    (pytest.fail if is_required("promtool") else pytest.skip)(why)
