@@ -230,7 +230,7 @@ class BroadcastGroup:
         try:
             with socket.create_connection((plan.host, plan.port), timeout=plan.timeout_s) as lookout:
                 # The store must outlive the group: the group does not own it.
-                self._store: Store | None = _connected(plan)
+                self._store: Store | None = _connected(plan, lookout)
                 self._store.set_timeout(timeout)
                 store = PrefixStore(plan.name, self._store)
                 if plan.backend == "gloo":
@@ -276,24 +276,17 @@ class BroadcastGroup:
             self._rendezvous.close()
 
 
-def _connected(plan: GroupPlan) -> Store:
+def _connected(plan: GroupPlan, lookout: socket.socket) -> Store:
     """A client of the plan's store. torch (2.13) loses one of a hundred connections that are made at the same time, and notices
-    it at its own deadline: another is made as long as the store answers.
-
-    Raises:
-        OSError: nobody listens there any more; at once.
-        RuntimeError: no connection was made within `plan.timeout_s`.
-    """
+    it at its own deadline: another is made as long as rank 0 keeps the rendezvous, the other end of `lookout`, open. Raises
+    RuntimeError: it does not, or no connection was made within `plan.timeout_s`."""
     until = time.monotonic() + plan.timeout_s
     while True:
-        left = max(0.1, until - time.monotonic())
-        # Fails at once where the rendezvous is closed already; TCPStore would retry until its deadline.
-        socket.create_connection((plan.host, plan.port), timeout=left).close()
-        seconds = timedelta(seconds=min(left, CONNECT_S))
+        seconds = timedelta(seconds=min(max(0.1, until - time.monotonic()), CONNECT_S))
         try:
             return TCPStore(plan.host, plan.port, timeout=seconds, wait_for_workers=False)
         except RuntimeError:
-            if time.monotonic() >= until:
+            if time.monotonic() >= until or _readable(lookout, seconds=0.0):
                 raise
 
 
@@ -311,10 +304,8 @@ def _while_open(lookout: socket.socket, meet: Callable[[], Any], plan: GroupPlan
                 outcome.extend((None, error))
 
     start_thread(run, f"meet-{plan.name}")
-    with ended, selectors.DefaultSelector() as waiting:
-        for one in (ended, lookout):
-            waiting.register(one, selectors.EVENT_READ)
-        ready = waiting.select(plan.timeout_s)
+    with ended:
+        ready = _readable(ended, lookout, seconds=plan.timeout_s)
     if not outcome:
         raise RuntimeError("rank 0 has given the group up" if ready else "other members did not connect")
     group, error = outcome
@@ -325,6 +316,14 @@ def _while_open(lookout: socket.socket, meet: Callable[[], Any], plan: GroupPlan
         return group
     finally:
         del group, error
+
+
+def _readable(*sockets: socket.socket, seconds: float) -> bool:
+    """Whether one of them has ended, or has something to read, within `seconds`."""
+    with selectors.DefaultSelector() as waiting:
+        for one in sockets:
+            waiting.register(one, selectors.EVENT_READ)
+        return bool(waiting.select(seconds))
 
 
 def _gloo(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:
