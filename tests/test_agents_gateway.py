@@ -70,6 +70,12 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+def posted(endpoint: Endpoint, path: str, body: bytes, *, size: int | None = None) -> bytes:
+    """A request as a client writes it, of a body that is to have `size` bytes."""
+    head = f"POST /e/{endpoint.key}{path} HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(body) if size is None else size}"
+    return f"{head}\r\n\r\n".encode() + body
+
+
 def openai_client(endpoint: Endpoint, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, **options)
 
@@ -386,8 +392,7 @@ async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
         assert [(await one).status_code for one in (first, second, third)] == [200, 200, 200]
         monkeypatch.setattr(bodies_module, "BODY_S", 0.2)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-        head = f"POST /e/{endpoint.key}/v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: 9\r\n\r\n"
-        writer.write(head.encode() + b"{")
+        writer.write(posted(endpoint, "/v1/chat/completions", b"{", size=9))
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
         monkeypatch.setattr(bodies_module, "BODY_S", 60.0)
         writer.close()
@@ -639,9 +644,7 @@ async def test_connections_idle_for_so_long_and_so_many_for_an_episode(
         await until(lambda: not gateway._connections._open)
         monkeypatch.setattr(connections_module, "IDLE_S", 0.2)  # of those that begin now
         kept = await asyncio.open_connection("127.0.0.1", gateway.port)
-        content = json.dumps(ASK).encode()
-        head = f"POST /e/{endpoint.key}/v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(content)}\r\n\r\n"
-        kept[1].write(head.encode() + content)
+        kept[1].write(posted(endpoint, "/v1/chat/completions", json.dumps(ASK).encode()))
         async with asyncio.timeout(10):
             assert (await kept[0].read()).startswith(b"HTTP/1.1 200 ")  # its answer, then its end
         kept[1].close()
@@ -662,9 +665,7 @@ async def test_a_client_that_does_not_take_its_answer_loses_its_connection(
     tools = EnvTools(env, (ToolSpec("long", "x" * (1 << 24), {}),))
     async with episode(tools=tools) as (endpoint, _, _):
         _, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1)
-        body = b'{"id": 1, "method": "tools/list"}'
-        head = f"POST /e/{endpoint.key}/mcp HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        writer.write(posted(endpoint, "/mcp", b'{"id": 1, "method": "tools/list"}'))
         await until(lambda: bool(gateway._connections._open))
         await until(lambda: not gateway._connections._open)
         writer.close()

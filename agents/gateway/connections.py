@@ -111,16 +111,12 @@ class Connections:
         self._end_request(connection)
         if connection in self._idle:
             del self._idle[connection]
-            self._idle_of[connection.episode] -= 1
-            if not self._idle_of[connection.episode]:
-                del self._idle_of[connection.episode]
+            _count_down(self._idle_of, connection.episode)
 
     def _end_request(self, connection: GatewayConnection) -> None:
         if connection.busy:
             connection.busy = False
-            self._busy_of[connection.episode] -= 1
-            if not self._busy_of[connection.episode]:
-                del self._busy_of[connection.episode]
+            _count_down(self._busy_of, connection.episode)
 
     def _count_refused(self) -> None:
         self._refused += 1
@@ -129,6 +125,13 @@ class Connections:
                 "refused %d connections of agents: %d are open, as many as may be, and none is idle",
                 self._refused, self.limit,
             )  # fmt: skip
+
+
+def _count_down(of: Counter[str], episode: str) -> None:
+    """One connection fewer; an episode that has none left is not kept."""
+    of[episode] -= 1
+    if not of[episode]:
+        del of[episode]
 
 
 class GatewayConnection(web.RequestHandler):
