@@ -60,6 +60,7 @@ class Saver:
         """Collective. Call `write`, as in `write_directory`, on data that no longer changes, and add `state`. The future is
         done when all is on disk. It raises LearnerError where a rank could not write or was lost; `directory` is then unchanged."""
         written = Future[None]()
+        written.set_running_or_notify_cancel()  # a write that is under way ends, whether or not the loop still waits for it
 
         def write_all(folder: Path) -> None:
             write(folder)

@@ -21,11 +21,12 @@ from slipstream.tests.conformance.replica import PROMPTS
 from slipstream.tests.conformance.servers import MAX_CONCURRENT, Server, configure
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
-TOKENS = 200
+TOKENS = 900
+"""So many that a server of the model below decodes for seconds, and this process may be late to kill it."""
 
 
 async def test_a_server_that_is_killed_under_load_loses_no_token(tmp_path: Path) -> None:
-    folder = tiny.tiny_qwen3(tmp_path / "model")
+    folder = tiny.tiny_qwen3(tmp_path / "model", wide=True)
     model = tiny.load(folder)
     (kind,) = (kind for kind in KINDS if kind.name == "transformers")
     servers = {name: Server(kind, configure(kind, folder), tmp_path / f"{name}.log") for name in "ab"}
