@@ -229,7 +229,8 @@ def test_networks_as_they_are_and_lost_hosts_which_are_no_lost_run(
         run.call("replicas", str(run.run_dir), "add", "--wait")
         engines = {"engine-0": core, "engine-1": core, "engine-2": spare}
         ranks = {"learner-0": core, "learner-1": core}
-        assert run.places() == {"buffer": 0, **engines, **ranks, "worker-0": core, "worker-1": spare}
+        places = {"buffer": 0, **engines, **ranks, "worker-0": core, "worker-1": spare}
+        run.until(lambda: run.places() == places, f"{places}")
         clocks[spare] = ahead  # so that the learner's next host has the time of its first
         check_lost_hosts(hosts, run, core, spare)
         run.stop()
@@ -250,10 +251,20 @@ def check_networks(hosts: Hosts, run: HostedRun, spare: int) -> None:
     def waits() -> set[str]:
         return {row["wait"]["waits_for"] for row in json.loads(run.call("waits", str(run.run_dir), "--json"))}
 
-    def back(missed: psutil.Process) -> bool:
-        hosts.revive()  # Ray's node ends some time after it reaches its head, which has given it up
-        host, worker = run.roles().get("worker-1", (None, missed))
-        return host == spare and worker.pid != missed.pid
+    def worker_after(missed: psutil.Process | None) -> psutil.Process:
+        """Another worker than `missed`, on a host that is back. It may end once more: Ray's node ends some time after it reaches its
+        head, which has given it up."""
+        found: list[psutil.Process] = []
+
+        def there() -> bool:
+            hosts.revive()
+            host, worker = run.roles().get("worker-1", (None, missed))
+            if host == spare and worker is not None and worker != missed:
+                found.append(worker)
+            return bool(found)
+
+        run.until(there, "a worker on the host that is back")
+        return found[0]
 
     for host in range(len(hosts)):
         links.link(LinkState(host, delay_s=0.0125, loss=0.01))
@@ -261,19 +272,18 @@ def check_networks(hosts: Hosts, run: HostedRun, spare: int) -> None:
     for host in range(len(hosts)):
         links.link(LinkState(host))
 
-    missed, before = run.roles()["worker-1"][1], misses()
+    missed, before = worker_after(None), misses()
     links.link(LinkState(spare, up=False))
     seconds["cut off"] = run.until_steps(STEPS, STEP_S)
     run.until(lambda: misses() > before, "the worker to be missed with its host")
     links.link(LinkState(spare))
-    run.until(lambda: back(missed), "another worker on the host that is back")
 
-    missed, before = run.roles()["worker-1"][1], misses()
+    missed, before = worker_after(missed), misses()
     with hosts.frozen(spare):
         seconds["frozen"] = run.until_steps(STEPS, STEP_S)
         run.until(lambda: misses() > before, "the worker to be missed with its host")
         run.until(lambda: any("worker-1" in wait for wait in waits()), "the supervisor to wait for it", every=1.0)
-    run.until(lambda: back(missed), "another worker on the host that goes on")
+    worker_after(missed)
     times = [row["time"] for row in metrics(run.run_dir)]
     longest = max(later - earlier for earlier, later in itertools.pairwise(times))
     log.info("seconds for %d steps: %s; at most %.1f s between two", STEPS, seconds, longest)
