@@ -252,8 +252,8 @@ def check_networks(hosts: Hosts, run: HostedRun, spare: int) -> None:
         return {row["wait"]["waits_for"] for row in json.loads(run.call("waits", str(run.run_dir), "--json"))}
 
     def worker_after(missed: psutil.Process | None) -> psutil.Process:
-        """Another worker than `missed`, on a host that is back. It may end once more: Ray's node ends some time after it reaches its
-        head, which has given it up."""
+        """Another worker than `missed`, on a host that is back. It may end once more: Ray ends its node some time after the node
+        reaches the head, which has given it up."""
         found: list[psutil.Process] = []
 
         def there() -> bool:
