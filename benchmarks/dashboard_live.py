@@ -1,13 +1,15 @@
 """What a buffer notices of three pages that look at it: how long its acknowledgements take, and how large its WAL gets.
 
     producer, so many a second ──> service ──buffer.sqlite──> slipstream dash <──what a page asks for── three readers
-        └─ seconds of each delivery             └─ WAL                └─ SIGKILL at the end of each round
+        └─ seconds of each delivery             └─ WAL                └─ SIGKILL at the end
 
 Invariants:
-- Rounds with the dashboard and without are by turns, with the same traffic. A delivery has its time from the call to the answer.
+- Blocks of seconds with the pages open and without alternate (ABBA) within one run under the same traffic, so that a machine that
+  becomes slower does so for both. A delivery has its time from the call to the answer, and belongs to the block that it begins in.
 - The service is not saturated: what waits there is what the dashboard adds, not a queue of our own.
-- A reader is a page: it listens for changes, and after each asks for the list of runs and what its view shows. In each round every
-  view is looked at, by one reader.
+- A reader is a page: it opens, listens for changes, and after each asks for the list of runs and what its view shows, until the
+  block ends. Every view is looked at, in as many blocks as any other.
+- The dashboard's server runs all the time; in a block without pages it answers no request.
 - A reader draws nothing: browsers are on other machines. What the server costs is measured whole, `slipstream explain` included.
 """
 
@@ -19,7 +21,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -35,7 +37,7 @@ from ..configs import dump, load
 from ..errors import SlipstreamError, with_deadline
 from ..launch.run_lock import CONTROL, run_lock
 from .buffer_traffic import Crew, Round, Rounds, learn, sampled, serve, stamped
-from .result import Result, Row, by_rounds
+from .result import Result, Row
 
 READERS = 3
 VIEWS = Path(dashboard.__file__).parent / "static" / "views"
@@ -58,68 +60,71 @@ PAGES = (
 """What each view of the page asks for after a change."""
 
 TOKENS, RATE = 1 << 12, 60.0  # of each trajectory; trajectories a second
-PAIRS, WINDOW_S = 4, 30.0  # two minutes with the readers, and as many without
-WARM_S = 3.0  # of a round, which do not count
+BLOCKS, BLOCK_S = 48, 5.0  # four minutes, half of them with the readers
+RESAMPLES = 1000
+WARM_S = 3.0  # of the run, which do not count
 WAL_LOOK_S = 0.02
 START_S = 60.0
 
 
-class Acknowledged(msgspec.Struct, frozen=True):
-    """Of one round."""
+def _block(this: Round, at: float) -> int:
+    """Number of the block that contains the time `at`; negative before the first."""
+    return int((at - this.counts_from) // BLOCK_S)
 
-    seconds: list[float]  # of each delivery
-    wal: int  # bytes, at most
-    answers: int  # that the readers got
-    cpu_s: float  # of the dashboard's process, and of those that it started and that ended
 
-    def quantile(self, share: float) -> float:
-        """Milliseconds."""
-        return 1e3 * float(np.quantile(self.seconds, share))
+def _looking(block: int) -> bool:
+    """Whether pages are open in it."""
+    return block % 4 in (1, 2)
 
 
 async def looked_at(folder: Path) -> Result:
     """Acknowledgements and the WAL with three pages open over those without."""
-    rounds, found = Rounds(folder), {True: list[Acknowledged](), False: list[Acknowledged]()}
     async with Crew(2) as crew:
-
-        async def measure(this: Round) -> Acknowledged:
-            return await _round(crew, this, readers)
-
-        for pair in range(PAIRS):
-            for readers in (READERS, 0) if pair % 2 else (0, READERS):
-                found[bool(readers)].append(await rounds.run(TOKENS, WINDOW_S, measure))
-    rows = [_row(f"acknowledged, {name}", share, found) for name, share in (("median", 0.5), ("99 of 100", 0.99))]
-    wal = {looked: max(one.wal for one in several) / (1 << 20) for looked, several in found.items()}
-    answers, cpu_s = (sum(getattr(one, name) for one in found[True]) for name in ("answers", "cpu_s"))
-    watched_s = PAIRS * WINDOW_S
+        took, answers, wal, cpu_s = await Rounds(folder).run(TOKENS, BLOCKS * BLOCK_S, lambda this: _run(crew, this))
+    rows = [_row(f"acknowledged, {name}", share, took) for name, share in (("median", 0.5), ("99 of 100", 0.99))]
+    watched_s = BLOCKS * BLOCK_S / 2
     note = f"{answers:,} answers to {READERS} pages in {watched_s:.0f} s, for {60 * cpu_s / watched_s:.1f} s of CPU a minute"
     rows.append(Row("the WAL, at most", wal[True], wal[False], "MiB", note))
     return Result(f"a buffer that the dashboard reads, {RATE:.0f} trajectories/s", "looked at", "alone", tuple(rows))
 
 
-def _row(name: str, share: float, found: dict[bool, list[Acknowledged]]) -> Row:
-    looked, alone = ([one.quantile(share) for one in found[readers]] for readers in (True, False))
-    return by_rounds(name, looked, alone, "ms")
+def _row(name: str, share: float, took: list[list[float]]) -> Row:
+    """The quantile over all blocks of a kind. The note has where nine of ten ratios lie when the blocks are drawn again."""
+    kinds = [[np.array(took[n]) for n in range(BLOCKS) if _looking(n) is looking] for looking in (True, False)]
+
+    def quantile(blocks: Sequence[np.ndarray]) -> float:
+        return 1e3 * float(np.quantile(np.concatenate(blocks), share))
+
+    def draw(blocks: Sequence[np.ndarray]) -> float:
+        return quantile([blocks[i] for i in rng.integers(len(blocks), size=len(blocks))])
+
+    rng = np.random.default_rng(0)
+    low, high = np.quantile([draw(kinds[0]) / draw(kinds[1]) for _ in range(RESAMPLES)], (0.05, 0.95))
+    note = f"{low:.2f} to {high:.2f} in nine of ten draws of the {BLOCKS} blocks"
+    return Row(name, quantile(kinds[0]), quantile(kinds[1]), "ms", note)
 
 
-async def _round(crew: Crew, this: Round, readers: int) -> Acknowledged:
+async def _run(crew: Crew, this: Round) -> tuple[list[list[float]], int, dict[bool, float], float]:
+    """Seconds of the deliveries by block; answers to the pages; the largest WAL in MiB, with pages open and without; and the
+    dashboard's seconds of CPU."""
     run = this.path.parent
     (run / "config.yaml").write_text(dump(load("quickstart")))
     with run_lock(run):
         (run / CONTROL).write_text("{}")  # as of a run that goes on
-        async with dashboard_of(run) if readers else contextlib.nullcontext(Dashboard("", os.getpid())) as dashboard:
-            warm = time.monotonic() + WARM_S  # the start of the dashboard is no part of the round
-            this = msgspec.structs.replace(this, counts_from=warm, until=warm + WINDOW_S)
-            wal = asyncio.create_task(_watch(this.path.with_name(f"{this.path.name}-wal"), this.until))
+        async with dashboard_of(run) as dashboard:
+            warm = time.monotonic() + WARM_S  # the start of the dashboard is no part of the run
+            this = msgspec.structs.replace(this, counts_from=warm, until=warm + BLOCKS * BLOCK_S)
+            wal = asyncio.create_task(_watch(this.path.with_name(f"{this.path.name}-wal"), this))
+            seconds = this.until - time.monotonic()
             _, _, (took, answers), cpu_s = await asyncio.gather(
-                crew.in_learner(WARM_S + WINDOW_S, learn, this),
-                crew.in_buffer(WARM_S + WINDOW_S, serve, this),
-                crew.in_producers(2, WARM_S + WINDOW_S, deliver_or_look, this, dashboard.url, readers),
+                crew.in_learner(seconds, learn, this),
+                crew.in_buffer(seconds, serve, this),
+                crew.in_producers(2, seconds, deliver_or_look, this, dashboard.url),
                 _cpu_s(dashboard.pid, this),
             )
     assert isinstance(took, list)
     assert isinstance(answers, int)
-    return Acknowledged(took, await wal, answers, cpu_s)
+    return took, answers, await wal, cpu_s
 
 
 class Dashboard(msgspec.Struct, frozen=True):
@@ -148,12 +153,13 @@ async def dashboard_of(run: Path) -> AsyncIterator[Dashboard]:
         await process.wait()
 
 
-async def _watch(path: Path, until: float) -> int:
-    """The largest size."""
-    largest = 0
-    while time.monotonic() < until:
+async def _watch(path: Path, this: Round) -> dict[bool, float]:
+    """The largest size in MiB, with pages open and without."""
+    largest = {True: 0.0, False: 0.0}
+    while (now := time.monotonic()) < this.until:
         with contextlib.suppress(FileNotFoundError):
-            largest = max(largest, os.stat(path).st_size)
+            looking = _looking(_block(this, now))
+            largest[looking] = max(largest[looking], os.stat(path).st_size / (1 << 20))
         await asyncio.sleep(WAL_LOOK_S)
     return largest
 
@@ -171,39 +177,42 @@ async def _cpu_s(pid: int, this: Round) -> float:
     return seconds[1] - seconds[0]
 
 
-def deliver_or_look(this: Round, url: str, readers: int, number: int) -> list[float] | int:
+def deliver_or_look(this: Round, url: str, number: int) -> list[list[float]] | int:
     """The first process delivers. The other reads the pages and computes only where nothing else does: in a real run the readers
     have machines of their own."""
     heap.freeze_startup_objects()
     if number == 0:
         return uvloop.run(_deliver(this, number))
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    return uvloop.run(_look_all(this, url, readers))
+    return uvloop.run(_look_all(this, url))
 
 
-async def _look_all(this: Round, url: str, readers: int) -> int:
+async def _look_all(this: Round, url: str) -> int:
     """How many answers there were."""
-    await asyncio.sleep(max(0.0, this.counts_from - time.monotonic()))
-    return sum(await asyncio.gather(*(_look(url, this, reader, readers) for reader in range(readers))))
+    answers = 0
+    for number, block in enumerate(filter(_looking, range(BLOCKS))):
+        begins = this.counts_from + block * BLOCK_S
+        await asyncio.sleep(max(0.0, begins - time.monotonic()))
+        shown = [PAGES[reader::READERS][number % (len(PAGES) // READERS)] for reader in range(READERS)]
+        answers += sum(await asyncio.gather(*(_look(url, this, page, begins + BLOCK_S) for page in shown)))
+    return answers
 
 
-async def _look(url: str, this: Round, reader: int, readers: int) -> int:
-    """Look at one view after the other, each for as long."""
-    mine, answers = PAGES[reader::readers], 0
-    shown_s = (this.until - this.counts_from) / len(mine)
+async def _look(url: str, this: Round, page: tuple[str, ...], until: float) -> int:
+    """Look at a view until then."""
+    answers = 0
     run = f"{url}api/runs/{this.path.parent.name}"
     async with aiohttp.ClientSession() as client, client.get(f"{url}api/events") as events:
-        for number, page in enumerate(mine, 1):
-            while (left := this.counts_from + number * shown_s - time.monotonic()) > 0:
-                for path in (f"{url}api/runs", *(f"{run}/{name}" for name in page)):
-                    async with client.get(path) as response:
-                        await response.read()
-                        if response.status != 200:
-                            raise SlipstreamError(f"{path}: {response.status} {await response.text()}")
-                        answers += 1
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left):
-                        await _change(events)
+        while (left := until - time.monotonic()) > 0:
+            for path in (f"{url}api/runs", *(f"{run}/{name}" for name in page)):
+                async with client.get(path) as response:
+                    await response.read()
+                    if response.status != 200:
+                        raise SlipstreamError(f"{path}: {response.status} {await response.text()}")
+                    answers += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await _change(events)
     return answers
 
 
@@ -214,9 +223,9 @@ async def _change(events: aiohttp.ClientResponse) -> None:
             raise SlipstreamError("slipstream dash ended its stream of changes")
 
 
-async def _deliver(this: Round, number: int) -> list[float]:
-    """Deliver `RATE` trajectories a second until the round is over; the seconds that each took, once it is warm."""
-    seconds: list[float] = []
+async def _deliver(this: Round, number: int) -> list[list[float]]:
+    """Deliver `RATE` trajectories a second until the run is over; the seconds that each took, by block."""
+    seconds: list[list[float]] = [[] for _ in range(BLOCKS)]
     due = time.monotonic()
     async with this.client(f"worker-{number}") as client:
         await client.register()
@@ -230,6 +239,6 @@ async def _deliver(this: Round, number: int) -> list[float]:
                             one, generated = stamped(this.tokens, lease, member), {lease.version: sampled(this.tokens)}
                             began = time.monotonic()
                             await client.deliver(one.episode, generated, FINISHED, (one,))
-                            if began >= this.counts_from:
-                                seconds.append(time.monotonic() - began)
+                            if 0 <= (block := _block(this, began)) < BLOCKS:
+                                seconds[block].append(time.monotonic() - began)
     return seconds
