@@ -10,7 +10,7 @@ Invariants:
   direction is clear already, and distillation and GRPO need the same number of batches. Distillation, and GRPO with as many
   episodes, therefore take `MINIBATCHES` steps per batch, and distillation compares the teacher's `TOP` likeliest tokens at each
   token, whose gradient has no noise of sampling, so that a step of few episodes is enough.
-- The teacher's reward is that of `slipstream eval` on fresh tasks; an arm has reached it where the mean reward of its next `WINDOW`
+- The teacher's reward is that of `slipstream eval` on held-out tasks; an arm has reached it where the mean of its next `WINDOW`
   episodes is not below it by more than twice the standard error of the difference. Both play at temperature 1. What counts are the
   episodes up to the first batch of these: the others only measure it, as many in every arm.
 - What is complete in the folder is not repeated. A folder holds results of one number of steps.
@@ -46,7 +46,7 @@ EVALUATION = ("evaluation.tasks=1024",)
 
 
 class Teacher(msgspec.Struct, frozen=True):
-    """What the teacher earns on fresh tasks, the standard error, and the learner steps that it took."""
+    """What the teacher earns on held-out tasks, the standard error, and the learner steps that it took."""
 
     reward: float
     stderr: float

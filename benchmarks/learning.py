@@ -5,7 +5,7 @@
 Invariants:
 - What is complete in the folder is not repeated; what was broken off is. A folder holds results of one number of steps.
 - Every run has the machine to itself; a seed's runs come after each other, so that a benchmark that is broken off compares arms.
-- All final rewards come from the same evaluation, `slipstream eval` on fresh tasks, TRL's model included.
+- All final rewards come from the same evaluation, `slipstream eval` on held-out tasks, TRL's model included.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def tables(runs: Sequence[Run]) -> tuple[Result, ...]:
     trl = next((several for arm, several in by_arm.items() if arm.trl), None)
     samples = runs[0].points[-1].samples
     count = max(len(several) for several in by_arm.values())
-    what = f"of fresh tasks after {samples} samples, mean of {count} {'seed' if count == 1 else 'seeds'}"
+    what = f"of held-out tasks after {samples} samples, mean of {count} {'seed' if count == 1 else 'seeds'}"
     answer: list[Result] = []
     if trl is not None:
         rewards = tuple(_reward_row(arm.title, several, trl) for arm, several in ours.items())
@@ -200,7 +200,7 @@ async def _run_trl(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -
 
 
 async def _evaluated(model: Path, seed: int, folder: Path) -> tuple[float, float]:
-    """Mean reward of fresh tasks, by `slipstream eval`, and its standard error."""
+    """Mean reward of held-out tasks, by `slipstream eval`, and its standard error."""
     overrides = (*TASK, *TRAINING, *EVALUATION, f"seed={seed}", f"model.path={model}")
     final = msgspec.json.decode(await slipstream("eval", PRESET, *overrides, "--json", log=folder / "eval.log"))
     return final["reward_mean"], final["reward_stderr"]

@@ -96,7 +96,7 @@ class Run(msgspec.Struct, frozen=True):
     """One arm with one seed.
 
     Attributes:
-        reward: of fresh tasks after the last step.
+        reward: of held-out tasks after the last step.
         stderr: its standard error over the tasks.
         lag: mean staleness of the trained tokens, in versions.
         points: the steps in order.

@@ -30,7 +30,7 @@ Unstepped = Literal["critic_warmup", "program"]
 class Ledger(msgspec.Struct):
     """Tokens by account."""
 
-    generated: int = 0  # all tokens that engines returned to workers
+    generated: int = 0  # all tokens that workers accepted from replicas and reported
     in_flight: int = 0  # in running episodes
     ready: int = 0  # delivered; waiting for a batch or in one that is not committed
     trained: int = 0  # carried loss in a committed step

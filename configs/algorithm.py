@@ -330,7 +330,7 @@ class Algorithm(Section, frozen=True):
     """Coefficients of what is added to the loss. `entropy`: minus the entropy of the policy, nats. `imitation`: minus the mean
     log-prob of the tokens of episodes that earned more than 0, as VAPO has it."""
     minibatches: Positive = 1
-    """Optimizer steps per epoch; more than one makes the proximal policy differ from the target."""
+    """Optimizer steps per epoch; more than one makes the proximal policy differ from the current one."""
     epochs: Positive = 1
     """How often each batch is gone through, by the policy and by a critic; PPO's epochs."""
 

@@ -282,7 +282,7 @@ def read_ledger(run_dir: Path) -> LedgerReport:
 
 
 def evaluate(config: Config, label: str) -> list[EvaluationResult]:
-    """Serve `model.path` and play the fresh tasks of every suite; the results in their order."""
+    """Serve `model.path` and play the held-out tasks of every suite; the results in their order."""
     require_own_servers(config, "eval")
     if not suites_of(config):
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")

@@ -68,7 +68,7 @@ METRICS = (
         "tokens in each account of the ledger now; their sum is generated_tokens_total",
         ("account", "reason"),
     ),
-    Metric("generated_tokens_total", "tokens that servers returned to workers"),
+    Metric("generated_tokens_total", "tokens that workers accepted from servers and reported"),
     Metric("trained_tokens_total", "tokens that carried loss in a committed step"),
     Metric("withheld_tokens_total", "tokens of committed steps without loss, by reason", ("reason",)),
     Metric("discarded_tokens_total", "tokens that were discarded, by reason", ("reason",)),

@@ -39,7 +39,7 @@ def read_evaluations(path: Path) -> list[EvaluationResult]:
 def evaluation_line(evaluation: EvaluationResult) -> str:
     """An evaluation in one line, with the means of a mixture's environments, and how many episodes failed."""
     e = evaluation
-    line = f"{name_of(e)}: reward {e.reward_mean:.3f} ± {e.reward_stderr:.3f} over {e.tasks} fresh tasks"
+    line = f"{name_of(e)}: reward {e.reward_mean:.3f} ± {e.reward_stderr:.3f} over {e.tasks} held-out tasks"
     if e.environments:
         means = ((name, row.reward_mean) for name, row in e.environments.items())
         line += f" ({', '.join(f'{name} {reward(value)}' for name, value in means)})"

@@ -1,4 +1,4 @@
-"""Evaluation: fresh tasks, the environment's own verifier, the current weights, no training."""
+"""Evaluation: held-out tasks, the environment's own verifier, the current weights, no training."""
 
 from __future__ import annotations
 

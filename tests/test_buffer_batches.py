@@ -233,6 +233,17 @@ def test_recovery_rolls_back_to_ready_under_a_new_version() -> None:
     assert replay.recover(1) == 6
 
 
+def test_the_bound_holds_for_groups_that_a_rollback_returned() -> None:
+    replay = replay_of(staleness=2)
+    for version in range(3):
+        play(replay, lease_of(replay), {version: 3})
+        step(replay)
+    assert replay.recover(0) == 4
+    step(replay)
+    assert [state(replay, group) for group in range(3)] == ["discarded", "discarded", "trained"]
+    assert replay.table.ledgers.total == Ledger(generated=18, trained=6, discarded={"stale": 12})
+
+
 def test_recovery_while_a_batch_is_out_gives_the_batch_back() -> None:
     replay = replay_of()
     play(replay, lease_of(replay))

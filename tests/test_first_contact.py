@@ -50,7 +50,7 @@ def test_the_view_says_how_many_episodes_failed_and_why(terminal: bool) -> None:
 def test_the_line_of_an_evaluation_says_how_many_failed() -> None:
     score = {"tasks": 15, "reward_mean": 0.2, "reward_stderr": 0.1, "outcomes": OUTCOMES}
     line = evaluation_line(EvaluationResult(**score, label="warm start", version=0, seconds=1.0))
-    assert line.endswith(f"over 15 fresh tasks; {TEXT} and count in no mean")
+    assert line.endswith(f"over 15 held-out tasks; {TEXT} and count in no mean")
 
 
 def test_how_many_failed_is_said_before_any_advice(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_run_whose_episodes_crash_says_so_everywhere(tmp_path: Path, monkeypat
     done = slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small, *own, *engine)
     where = r"Env: step: KeyError: 'row' \(fails_often\.py:15 in step\)"
     assert re.search(f"an episode failed by environment: {where}", done.stdout)
-    assert re.search(r"warm start: .* over 5 fresh tasks; 3 of 8 episodes failed \(3 environment\)", done.stdout)
+    assert re.search(r"warm start: .* over 5 held-out tasks; 3 of 8 episodes failed \(3 environment\)", done.stdout)
     assert re.search(r"step \d/5 .* \d+ of \d+ episodes failed \(\d+ environment\)", done.stdout)
     assert sum(row["outcomes"].get("failed_environment", 0) for row in metrics(run)) > 0
     shown = recorded_in(run / "report.html")["answers"]

@@ -61,5 +61,5 @@ def test_the_line_of_an_evaluation() -> None:
     values = {name: getattr(found, name) for name in found.__struct_fields__}
     result = EvaluationResult(**values, label="step 20", version=20, step=20, seconds=1.0)
     assert evaluation_line(result) == (
-        "step 20: reward 0.250 ± 0.250 over 2 fresh tasks, 2 samples each; pass@1 0.250 ± 0.250, pass@2 0.500 ± 0.500"
+        "step 20: reward 0.250 ± 0.250 over 2 held-out tasks, 2 samples each; pass@1 0.250 ± 0.250, pass@2 0.500 ± 0.500"
     )

@@ -27,7 +27,7 @@ def register(commands: CommandTable) -> None:
     parser = commands.add("resume", resume, "continue a run from its newest checkpoint")
     add_run(parser)
     add_overrides(parser)
-    parser = commands.add("eval", evaluate, "play fresh tasks with the model of a config, or of a run")
+    parser = commands.add("eval", evaluate, "play held-out tasks with the model of a config, or of a run")
     add_config(parser, or_run=True)
     add_step(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object for each suite")

@@ -46,9 +46,9 @@ const error = one => one.reward_stderr == null ? '' : ` ± ${one.reward_stderr.t
 // Of each suite from its first evaluation to its last.
 const Progress = ({all}) => bySuite(all).map(([suite, several]) => {
   const first = several[0], last = several[several.length - 1], from = suite ? `, ${suite}` : '';
-  if (several.length === 1) return html`<${Tile} key=${suite} wide name=${`reward, ${last.label}${from}`} value=${fixed(last.reward_mean)} note=${`${error(last).trim()} on ${last.tasks} fresh tasks`} />`;
+  if (several.length === 1) return html`<${Tile} key=${suite} wide name=${`reward, ${last.label}${from}`} value=${fixed(last.reward_mean)} note=${`${error(last).trim()} on ${last.tasks} held-out tasks`} />`;
   const grown = last.reward_mean - first.reward_mean, off = Math.hypot(first.reward_stderr, last.reward_stderr);
-  return html`<${Tile} key=${suite} wide name=${`reward, ${first.label} → ${last.label}${from}`} value=${`${fixed(first.reward_mean)} → ${fixed(last.reward_mean)}`} note=${`${grown < 0 ? '−' : '+'}${Math.abs(grown).toFixed(3)} ± ${off.toFixed(3)} on ${last.tasks} fresh tasks`} />`;
+  return html`<${Tile} key=${suite} wide name=${`reward, ${first.label} → ${last.label}${from}`} value=${`${fixed(first.reward_mean)} → ${fixed(last.reward_mean)}`} note=${`${grown < 0 ? '−' : '+'}${Math.abs(grown).toFixed(3)} ± ${off.toFixed(3)} on ${last.tasks} held-out tasks`} />`;
 });
 
 function Evaluations({all}) {
