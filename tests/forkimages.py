@@ -16,6 +16,8 @@ OURS = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
+    "slipstream.agents.chat_template",
+    "slipstream.agents.image_renderer",
     "slipstream.launch.cli.main",
     "slipstream.launch.run",
     "slipstream.launch.explain",
