@@ -11,13 +11,14 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from renderers import RenderedTokens
+from typing import TYPE_CHECKING, Any
 
 from ..common.images import PlacedImage, digest_of, kind_of
 from ..envs.base import Message
 from ..errors import PolicyError
+
+if TYPE_CHECKING:
+    from renderers import RenderedTokens
 
 
 def chat_parts(message: Message) -> list[dict[str, Any]]:

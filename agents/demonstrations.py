@@ -8,16 +8,19 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
-from renderers import Renderer
-from renderers import ToolSpec as ChatTool
 
 from ..common.images import PlacedImage
 from ..envs.base import Message, Observation
 from ..errors import PolicyError
 from .chat_images import placed_images
 from .session import to_chat, to_tools
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+    from renderers import ToolSpec as ChatTool
 
 Demonstration = tuple[str, Observation, Sequence[Message]]
 """Where a conversation is from, the observation that opens it, and its messages from the assistant's first on."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from renderers import Message as ChatMessage
-from renderers import RenderedTokens, Renderer, ToolSpec
+if TYPE_CHECKING:
+    from renderers import Message as ChatMessage
+    from renderers import RenderedTokens, Renderer, ToolSpec
 
 MARK = "\ufdd0"  # a noncharacter, which Unicode reserves for such uses inside a program
 REPLACEMENT = "\ufffd"  # stands for marks that a text has itself
@@ -107,9 +108,9 @@ class PlainTextRenderer:
     def _marked_message(self, message: ChatMessage) -> ChatMessage:
         content: Any = message["content"]
         if isinstance(content, str):
-            return cast(ChatMessage, {**message, "content": self._marked_text(content)})
+            return cast("ChatMessage", {**message, "content": self._marked_text(content)})
         parts = [{**part, "text": self._marked_text(part["text"])} if "text" in part else part for part in content]
-        return cast(ChatMessage, {**message, "content": parts})
+        return cast("ChatMessage", {**message, "content": parts})
 
     def _marked_text(self, text: str) -> str:
         if not (MARK in text or self._controls.search(text)):

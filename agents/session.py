@@ -17,13 +17,10 @@ import asyncio
 import bisect
 import contextlib
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
-from renderers import Message as ChatMessage
-from renderers import ParsedResponse, RenderedTokens, Renderer, ToolCallParseStatus
-from renderers import ToolSpec as ChatTool
 
 from ..buffer.trajectory import DETAIL_LIMIT, SEGMENTS_LIMIT, EnvCall, Outcome, Segment, Trajectory
 from ..common.images import PlacedImage, PromptImage, moved_images
@@ -33,6 +30,11 @@ from ..errors import EngineError, PolicyError, describe, encodable
 from .base import Completion, ContextExhausted, Generate, Reply, SampleRequest
 from .chat_images import chat_parts, placed_images
 from .tree import Branch, ConversationTree, Node, conversation_keys, cut, extended_key, joined, moved, segments_of
+
+if TYPE_CHECKING:
+    from renderers import Message as ChatMessage
+    from renderers import ParsedResponse, RenderedTokens, Renderer
+    from renderers import ToolSpec as ChatTool
 
 T = TypeVar("T")
 
@@ -354,6 +356,8 @@ def _check(part: Completion, room: int) -> None:
 
 def _message(parsed: ParsedResponse, call_prefix: str) -> Message:
     """The assistant message. A call that cannot be parsed makes the whole message malformed."""
+    from renderers import ToolCallParseStatus
+
     calls: list[ToolCall] = []
     malformed = "" if parsed.reasoning_complete is not False else "the thinking was not closed"
     for number, call in enumerate(parsed.tool_calls):
@@ -377,7 +381,7 @@ def to_tools(tools: Sequence[ToolSpec]) -> list[ChatTool] | None:
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in tools
     ]
-    return cast(list[ChatTool], wrapped) or None
+    return cast("list[ChatTool]", wrapped) or None
 
 
 def _chat(message: Message) -> ChatMessage:
@@ -390,4 +394,4 @@ def _chat(message: Message) -> ChatMessage:
         ]
     if message.role == "tool":
         chat |= {"tool_call_id": message.tool_call_id, "name": message.name}
-    return cast(ChatMessage, chat)
+    return cast("ChatMessage", chat)

@@ -21,10 +21,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from renderers import RenderedTokens
 
 from ..buffer.trajectory import NAME_LIMIT, Segment, Turn, VersionSpan
 from ..common.images import PlacedImage, digest_of, moved_images
@@ -32,6 +32,9 @@ from ..common.routed_experts import RoutedExperts, merged
 from ..envs.base import Message, ToolSpec
 from ..errors import encodable
 from .base import Completion, RequestTiming
+
+if TYPE_CHECKING:
+    from renderers import RenderedTokens
 
 
 @dataclass(eq=False)

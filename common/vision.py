@@ -11,12 +11,14 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from .images import PlacedImage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # a worker makes no model
 
 DECODER_ONLY: dict[str, str] = {"vision_config": "sdpa"}
 """Of a model's attention: what is not the decoder's. No image attends to another, and none has a cache."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import os
 import re
 import signal
@@ -46,6 +47,7 @@ from slipstream.envs.isolation.messages import (
     EpisodeOpened,
     ResetEpisode,
     SourceKey,
+    StepEpisode,
 )
 from slipstream.envs.isolation.pool import HostPool
 from slipstream.envs.isolation.remote import EnvKeys
@@ -572,6 +574,22 @@ class Gated(Playground):
 """
 
 
+KEPT = """
+from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
+
+made = []
+
+class Kept(SimpleEnv):
+    def task(self, index): return Task("p", {})
+    async def reset(self, task): return Observation((Message("user", "Go."),))
+    async def played(self): return StepResult(reward=1.0, done=True)
+    def step(self, message):
+        made.append(self.played())
+        return made[-1]
+"""
+"""Keeps the coroutines of its steps."""
+
+
 def reset_of(config: PythonEnv) -> ResetEpisode:
     key = SourceKey("env", options_of(config), "train", 0)
     return ResetEpisode("reset", key, "episode", Task("p", {"n": 1}), 1.0)
@@ -596,6 +614,25 @@ async def test_an_episode_that_ends_while_its_source_is_made_leaves_no_environme
     with pytest.raises(EnvError, match="its episode was over before its environment was made"):
         await asyncio.wait_for(resetting, SOON)
     assert (gate.resets, host._episodes, host._calls) == (0, {}, {})
+
+
+async def test_a_call_that_is_cancelled_before_its_first_line_is_no_forgotten_await(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept.py").write_text(KEPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "kept", raising=False)
+    host = EnvHost()
+    await host.handle(reset_of(PythonEnv(factory="kept:Kept")))
+    stepping = asyncio.create_task(host.handle(StepEpisode("step", "episode", Message("assistant", ""))))
+    await asyncio.sleep(0)  # the call has a task, which has not begun
+    assert await host.handle(CancelCall("step")) == CallCancelled()
+    with pytest.raises(asyncio.CancelledError):
+        await stepping
+    (made,) = sys.modules["kept"].made
+    assert (
+        inspect.getcoroutinestate(made) == inspect.CORO_CLOSED
+    )  # Python warns of one that is collected and was not closed
 
 
 async def test_an_episode_that_ends_while_its_process_starts_takes_no_room() -> None:

@@ -103,7 +103,7 @@ def test_a_model_learns_to_count_what_a_tool_shows(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(ROOT)
     example, run = "examples/counting.yaml", tmp_path / "run"
     slipstream("init-model", str(tmp_path / "random"), "--config", example, HIDDEN)
-    few = ("sft.demonstrations=2048", HIDDEN)
+    few = ("sft.demonstrations=1024", HIDDEN)
     slipstream("sft", example, f"model.path={tmp_path / 'random'}", f"sft.out={tmp_path / 'model'}", *few)
     groups = ("buffer.groups_per_batch=8", "buffer.group_size=8", "buffer.max_staleness=0")
     steps = ("learner.steps=14", "learner.checkpoint_every=14")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,53 @@ def test_the_checks_see_imports_and_circles() -> None:
     assert {"distributed", "lora"} <= within_learner(ROOT / "learner" / "fsdp2" / "backend.py")
     assert circles_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
     assert circles_in({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def at_import(tree: ast.AST) -> Iterator[str]:
+    """The packages, of others, that an import of this file imports, too: what is in no function and not for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").partition(".")[0]
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from at_import(node)
+
+
+def test_only_what_loads_a_chat_format_imports_renderers() -> None:
+    """It imports a client of OpenAI's: most of a second of processor time, for every process that imports it."""
+    formats = {"agents.chat_template", "agents.image_renderer"}
+    product = {name: path for name, path in modules().items() if name.split(".")[0] in PRODUCT}
+    assert {name for name, path in product.items() if "renderers" in at_import(tree_of(path))} == formats
+    assert {name for name, path in product.items() if imported(path) & formats} == {"agents.registry"}
+    top = {node.module for node in tree_of(product["agents.registry"]).body if isinstance(node, ast.ImportFrom)}
+    assert "base" in top
+    assert not {"chat_template", "image_renderer"} & top
+
+
+LIGHT = """
+import sys
+from slipstream.launch.supervisor import entrypoints, factory, learner_rank
+from slipstream.launch.run_inputs import RunInputs
+from slipstream.launch.samplers import make_samplers
+from slipstream import agents, dashboard
+from slipstream.buffer import service
+from slipstream.configs import load
+from slipstream.dashboard import app
+from slipstream.launch import preflight
+from slipstream.rollout import player, worker
+from slipstream.rollout.engines.vllm import client
+
+make_samplers(RunInputs(load("quickstart")))
+print(*sorted(set(sys.argv[1:]) & set(sys.modules)))
+"""
+"""What every role imports, the buffer, the dashboard, and what a worker imports beside a tokenizer and a chat format."""
+
+
+def test_what_needs_no_model_imports_no_heavy_library() -> None:
+    heavy = ["torch", "transformers", "renderers", "openai", "ray", "vllm", "pandas", "matplotlib", "datasets", "httpx"]
+    command = [sys.executable, "-P", "-c", LIGHT, *heavy, "aiohttp"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["aiohttp"]

@@ -170,11 +170,12 @@ class EnvHost:
     async def _call(self, call: str, work: Coroutine[Any, Any, Any], tools: ToolCallTracker) -> Any:
         """Await a call of an environment, in a task that can be cancelled. Raises EnvError: it was, before it began."""
         if self._calls[call].cancelled:
-            work.close()
+            _forget(work)
             raise EnvError("it was cancelled before it began")
         unawaited = UnawaitedLog()
         with tools, unawaited:
             task = asyncio.create_task(_contained(work), name=f"call {call}")
+        task.add_done_callback(lambda _: _forget(work))  # a task that is cancelled before its first step awaits nothing
         tools.tool = ""
         self._calls[call].work = task, tools
         result = await task
@@ -223,6 +224,12 @@ async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
         raise
     except BaseException as error:
         raise EnvError(describe_user_error(error)) from error
+
+
+def _forget(work: object) -> None:
+    """End a coroutine that may not have begun. Python does not warn of it then."""
+    if asyncio.iscoroutine(work):
+        work.close()
 
 
 def _make_source(key: SourceKey) -> _Source:

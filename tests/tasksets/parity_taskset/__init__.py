@@ -1,9 +1,9 @@
-"""A taskset of the verifiers library for tests: rewards answers of odd length, whatever they are; task 2 is always right, 4 is
-never, and scoring task 3 raises."""
+"""A taskset of the verifiers library for tests: rewards answers of odd length, whatever they are; task 2 is always right, 3 is
+never, and scoring task 4 raises."""
 
 import verifiers.v1 as vf
 
-SURE = {2: 1.0, 4: 0.0}
+SURE = {2: 1.0, 3: 0.0}
 
 
 class Data(vf.TaskData):
@@ -13,7 +13,7 @@ class Data(vf.TaskData):
 class Parity(vf.Task[Data, vf.State, vf.TaskConfig]):
     @vf.reward
     async def odd(self, trace) -> float:
-        if self.data.number == 3:
+        if self.data.number == 4:
             raise ValueError("there is no score")
         if self.data.number in SURE:
             return SURE[self.data.number]
