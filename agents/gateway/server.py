@@ -115,7 +115,7 @@ class Gateway:
     async def _request(
         self, http: web.Request, calls: EpisodeCalls, limit: BodyLimit
     ) -> AsyncIterator[tuple[RequestRoom, bytes]]:
-        """Around a request whose turn it is: its room and its body. Raises what `RequestQueue.turn` and `read_body` raise, and
+        """Around a request that has been read: its room and its body. Raises what `RequestQueue.room` and `read_body` raise, and
         RefusedRequest where the episode has all its connections."""
         connection = cast(GatewayConnection, http.protocol)
         if self._connections.is_beyond_share(connection):
