@@ -6,8 +6,7 @@
 Invariants:
 - Every request has a deadline, except for a lease, which waits until its caller cancels it. A request is sent again after
   `RESEND_S` without a reply: all of them may be repeated. A restart of the buffer goes unnoticed.
-- A caller that was asked to stop waits `STOPPED_S` more at most, for all but trajectories, images and batches: a buffer that has
-  ended for good does not answer.
+- A caller that was asked to stop waits `STOPPED_S` more at most, for all but trajectories, images and batches.
 - Any number of requests may be under way at once.
 - Shards know nothing of each other. What concerns all of them the caller sends to all, and goes on when the last has answered: each
   has stored it before the caller's next request. A version is committed by the clock first, so that no shard is ever ahead of it.
@@ -35,7 +34,7 @@ import numpy as np
 import zmq.asyncio
 
 from ..common.images import PlacedImage
-from ..errors import WireError, with_deadline
+from ..errors import WireError, with_deadline_after
 from ..rpc.client import RpcClient
 from ..rpc.security import KeyPair
 from . import messages as m
@@ -52,18 +51,16 @@ from .trajectory import DETAIL_LIMIT, BatchRow, EncodedRow, EncodedTrajectory, O
 # Time without a reply after which a request is sent again. A lease or a batch may take longer; repeating one is cheap.
 RESEND_S = 5.0
 # How long one of several shards may think about a lease, after which another is asked: a worker with room for one group finds the
-# shard that has one within this time for each. A shard that is dead does not answer: a worker with room for one group that asked it
-# waits until it is back.
+# shard that has one within this time for each. A worker that asked a dead shard for its only group waits until it is back.
 LEASE_S = 1.0
-STOPPED_S = 5.0  # as long as a request is sent once: a buffer that is well acknowledges in milliseconds
+STOPPED_S = 5.0  # a buffer that is well acknowledges in milliseconds, one that has ended for good never
 R = TypeVar("R")
 Q = TypeVar("Q")
 
 
 class BufferClient:
     """Connections to the buffer at `address` and to its `shards`, where it has several, used as an async context manager. `name` is
-    unique per role, not per process; `pair` are the caller's keys, where they are not those of this process; `context` is as in
-    `RpcClient`.
+    unique per role, not per process; `pair` are the caller's keys, where not those of this process; `context` is `RpcClient`'s.
 
     Attributes:
         connections: by the names of the buffer's processes as roles.
@@ -264,8 +261,7 @@ class BufferClient:
         """
         wanted = self._by_shard([row.id for row in rows], self.shard_of)
         requests = {shard: m.FetchRows(version, tuple(ids)) for shard, ids in wanted.items()}
-        seconds = self._deadline_s if deadline_s is None else deadline_s
-        replies = await self._request_each(requests, m.RowsReply, seconds)
+        replies = await self._request_each(requests, m.RowsReply, deadline_s or self._deadline_s)
         arrays = {id: one for shard, ids in wanted.items() for id, one in zip(ids, replies[shard].arrays, strict=True)}
         return tuple(row.with_arrays(arrays[row.id]) for row in rows)
 
@@ -274,8 +270,7 @@ class BufferClient:
         named = {image.digest: image.name for image in images}
         found: dict[str, bytes] = {}
         while some := [digest for digest in named if digest not in found][: m.IMAGES_AT_ONCE]:
-            request = m.FetchImages(tuple(named[digest] for digest in some))
-            # All write to one folder.
+            request = m.FetchImages(tuple(named[digest] for digest in some))  # of any shard: all write to one folder
             reply = await self._request(request, m.ImagesReply, self._deadline_s, to=self._nearest)
             if not 0 < len(reply.files) <= len(some):
                 raise WireError(f"the buffer answered a request for {len(some)} images with {len(reply.files)}")
@@ -367,15 +362,8 @@ class BufferClient:
         asked = self.connections[to].request(request, reply_type, seconds, waits_for=waits_for, hint=hint)
         if self.stopping is None or deadline_s is not None:
             return await asked
-        asking = asyncio.create_task(asked, name=f"request to the {to}")
-        stopped = asyncio.create_task(self.stopping.wait(), name="stop")
-        try:
-            await asyncio.wait({asking, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            what = f"the answer of the {to} to {type(request).__name__} after it was asked to stop"
-            return await with_deadline(STOPPED_S, asking, who=self.name, waits_for=what, hint=hint)
-        finally:
-            asking.cancel()
-            stopped.cancel()
+        what = f"the answer of the {to} to {type(request).__name__} after it was asked to stop"
+        return await with_deadline_after(self.stopping, STOPPED_S, asked, who=self.name, waits_for=what, hint=hint)
 
     async def _request_each(
         self, requests: Mapping[str, m.Request], reply_type: type[R], deadline_s: float | None = None

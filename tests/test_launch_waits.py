@@ -509,10 +509,7 @@ ALLOWED = {
         "rollout/env_guard.py",
         "asyncio.wait",
     ): "its callers have the deadlines, and it heeds them whatever user code does",
-    (
-        "buffer/client.py",
-        "asyncio.wait",
-    ): "of requests, each of which is a named wait with a deadline or, for leases, ended by its caller",
+    ("buffer/client.py", "asyncio.wait"): "of requests for leases, each of which is a named wait that its caller ends",
     ("agents/session.py", "asyncio.wait"): "of completions that were cancelled; a request has the router's deadline",
     ("agents/gateway/endpoint.py", "asyncio.wait"): "of calls that were cancelled, at the end of an episode",
     ("agents/gateway/server.py", "asyncio.wait"): "for a step of the environment, which has EnvGuard's deadline",
