@@ -124,7 +124,5 @@ class Checkpointer:
             except DeadlineExceeded as late:
                 if self._buffer.stopping is None or not self._buffer.stopping.is_set():
                     raise
-                log.warning(
-                    "%s The checkpoint is whole, and counts", f"{late}."
-                )  # so does the next, which is written after it
+                log.warning("%s. The checkpoint is whole, and counts", late)  # so does the next, which is written then
             self._on_checkpoint(step_of(newest[-1]))
