@@ -42,7 +42,7 @@ RETRY_S = 0.05  # pause after a completion that was aborted before its first tok
 RETRY_LIMIT_S = 2.0  # longest such pause; the episode's deadline ends the retries
 ONE_REPLY = SampleRequest()
 REPLIES = 64  # of one episode that are sampled at once; the others wait
-LONG_TEXT = 1 << 14  # characters of messages that are rendered in a thread: about 10 ms of work
+LONG_TEXT = 1 << 14  # characters of messages and tools that are rendered in a thread: about 10 ms of work
 
 
 class _Prompt(NamedTuple):
@@ -114,10 +114,11 @@ class Session:
             raise PolicyError("this session was made without `decode`, which requests with `stop` need")
         try:
             keys, tools = conversation_keys(messages, tools), tuple(tools)
+            size = len(msgspec.json.encode((tools, [message.tool_calls for message in messages])))
         except Exception as error:  # lone surrogates, numbers of thousands of digits
             raise PolicyError(f"the conversation cannot be written as JSON: {describe(error)}") from error
         pictures = any(message.images for message in messages)
-        if not pictures and sum(len(message.content) for message in messages) < LONG_TEXT:
+        if not pictures and size + sum(len(message.content) for message in messages) < LONG_TEXT:
             prompt = self._prompt(messages, tools, keys)
         else:
             prompt = await in_thread(lambda: self._prompt(messages, tools, keys), "rendering a prompt")

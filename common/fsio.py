@@ -7,6 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ..errors import StoreError
+
+T = TypeVar("T")
 
 
 def fsync_directory(path: Path) -> None:
@@ -42,6 +49,17 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = 
         raise
     if durable:
         fsync_directory(path.parent)
+
+
+def read_json(path: Path, kind: type[T], default: T, what: str, advice: str = "") -> T:
+    """The value of `kind` in the JSON file `path`; `default` where there is no file. Raises StoreError: it is not `what`; the
+    line ends with `advice`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return default
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise StoreError(f"{path}: not {what}: {error}{advice and '; '}{advice}") from None
 
 
 @contextlib.contextmanager

@@ -17,11 +17,10 @@ import msgspec
 from msgspec import structs
 
 from ..buffer.evaluation_episodes import rename_evaluations
-from ..common.fsio import write_atomic
+from ..common.fsio import read_json, write_atomic
 from ..common.scores import EvaluationResult
 from ..configs import Config
 from ..configs.suites import suites_of
-from ..errors import StoreError
 from ..monitor.series import EVALUATIONS as FILE
 from ..monitor.series import read_evaluations
 
@@ -84,11 +83,7 @@ def give_up(run_dir: Path, step: int) -> None:
 
 def _given_up(run_dir: Path) -> list[int]:
     """Raises StoreError: the file is damaged."""
-    path = run_dir / GIVEN_UP
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=list[int]) if path.exists() else []
-    except msgspec.MsgspecError as error:
-        raise StoreError(f"{path}: not a list of steps: {error}; remove it, and resume the run") from None
+    return read_json(run_dir / GIVEN_UP, list[int], [], "a list of steps", "remove it, and resume the run")
 
 
 def best(run_dir: Path, suite: str, steps: Collection[int]) -> EvaluationResult | None:

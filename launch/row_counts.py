@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..common.fsio import write_atomic
+from ..common.fsio import read_json, write_atomic
 from ..configs.environments import DataSection, parts_by_key
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError
 from .run_inputs import RunInputs
 
 FILE = "rows.json"  # in the folder of a run: section of the config -> rows or tasks to train on
@@ -23,12 +23,8 @@ FILE = "rows.json"  # in the folder of a run: section of the config -> rows or t
 
 def recorded_counts(run_dir: Path) -> dict[str, int]:
     """What a run began with; empty where nothing was recorded. Raises StoreError: the file is damaged."""
-    path = run_dir / FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, int]) if path.exists() else {}
-    except msgspec.MsgspecError as error:
-        why = f"{path}: not the numbers of tasks that the run began with: {error}"
-        raise StoreError(f"{why}; restore it, or start a new run") from None
+    what = "the numbers of tasks that the run began with"
+    return read_json(run_dir / FILE, dict[str, int], {}, what, "restore it, or start a new run")
 
 
 def record_counts(run_dir: Path, counts: Mapping[str, int]) -> None:

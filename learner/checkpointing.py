@@ -1,5 +1,6 @@
 """The timing of checkpoints, one at a time, while training goes on; and recovery from the newest one. The buffer learns of a
-checkpoint when it is complete on disk, not before. From then on its commits are final."""
+checkpoint when it is complete on disk, not before. From then on its commits are final. A checkpoint counts that the buffer did not
+learn of, too: the next start rolls back the commits that are not in it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 
 from ..buffer.client import BufferClient
 from ..configs.schema import Learner
-from ..errors import CheckpointError, ConfigError, with_deadline
+from ..errors import CheckpointError, ConfigError, DeadlineExceeded, with_deadline
 from .aux_models.aux_models import AuxModels
 from .backend import Backend
 from .checkpoint import CheckpointState, checkpoints, path_of, prune, read_state, step_of
@@ -118,5 +119,10 @@ class Checkpointer:
             prune(self._folder, keep, self._retained)
             self._aux_models.prune(self._folder, keep)
             newest = checkpoints(self._folder)[-keep:]
-            await self._buffer.checkpointed(read_state(newest[0]).version)
+            try:
+                await self._buffer.checkpointed(read_state(newest[0]).version)
+            except DeadlineExceeded as late:
+                if self._buffer.stopping is None or not self._buffer.stopping.is_set():
+                    raise
+                log.warning("%s. The checkpoint is whole, and counts", late)  # so does the next, which is written then
             self._on_checkpoint(step_of(newest[-1]))

@@ -14,6 +14,7 @@
     rank 0             replicas that free their memory                 a quarter of that; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
     every rank         the previous checkpoint, at the next, at the end  learner.batch_s, then DeadlineExceeded
+    every rank         the buffer's acknowledgements, after a stop     `buffer.client.STOPPED_S`, then DeadlineExceeded
 
 Invariants:
 - All ranks run this same loop over the same headers; each plans the same steps, and fetches the rows that it works on.

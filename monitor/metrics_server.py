@@ -3,8 +3,9 @@
 Invariants:
 - It listens from its construction on, so that a port that is taken is known before anything starts.
 - A scrape takes at most `READ_S`: where what it reads hangs, it gets what was read last. One read goes on at a time.
-- A client that sends nothing, or takes longer than `SCRAPE_S` for its request and the answer, and more than `SCRAPES` at once, cost
-  no thread for long.
+- At most `SCRAPES` are answered at once; another one is status 503.
+- A client that sends nothing, or takes longer than `SCRAPE_S` for its request and the answer, costs no thread for long. Of more
+  than `CONNECTIONS` connections the newest are closed.
 - What fails in a scrape is status 500 or 503 there and a line in the log, and nothing else.
 """
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 READ_S = 5.0  # Prometheus waits 10 s for a scrape by default
 SCRAPES = 8  # at once
+CONNECTIONS = 32  # each of which has a thread
 SILENT_S = 10.0  # longest wait for a client's next byte
 SCRAPE_S = 30.0  # longest request and answer, however steadily its bytes come and go
 AGAIN_S = 0.5  # scrapes within this time share what was read
@@ -37,6 +39,7 @@ POLL_S = 0.1  # between two looks for the end of the server
 ANY = ("0.0.0.0", "::")  # addresses that stand for all of a host's
 
 Read = Callable[[], Sequence[Metric]]
+App = Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]
 
 
 class MetricsServer:
@@ -65,7 +68,7 @@ class MetricsServer:
         answer 404. Both are called in threads."""
         registry = CollectorRegistry()
         registry.register(_Collector(_LastRead(read).get))
-        self._server.set_app(_safe(_routed(make_wsgi_app(registry), read_server)))
+        self._server.set_app(_limited(_safe(_routed(make_wsgi_app(registry), read_server))))
         self._thread.start()
 
     def __enter__(self) -> MetricsServer:
@@ -132,7 +135,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._scrapes = threading.BoundedSemaphore(SCRAPES)
+        self._connections = threading.BoundedSemaphore(CONNECTIONS)
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
@@ -142,13 +145,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        if not self._scrapes.acquire(blocking=False):
+        if not self._connections.acquire(blocking=False):
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no thread can be started
-            self._scrapes.release()
+            self._connections.release()
             raise
 
     def process_request_thread(
@@ -162,7 +165,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             super().process_request_thread(request, client_address)
         finally:
             cut.cancel()
-            self._scrapes.release()
+            self._connections.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("a scrape from %s ended early", client_address, exc_info=True)
@@ -173,9 +176,25 @@ def _cut(request: socket.socket) -> None:
         request.shutdown(socket.SHUT_RDWR)
 
 
-def _routed(
-    app: Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]], read_server: Callable[[str], bytes | None]
-) -> Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]:
+def _limited(app: App) -> App:
+    """`app`, of which `SCRAPES` calls go on at once."""
+    scrapes = threading.BoundedSemaphore(SCRAPES)
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if not scrapes.acquire(blocking=False):
+            start_response("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
+            return [
+                f"{SCRAPES} scrapes go on, as many as may at once; scrape from fewer places or less often\n".encode()
+            ]
+        try:
+            return app(environ, start_response)  # all of the answer: none of these apps makes it bit by bit
+        finally:
+            scrapes.release()
+
+    return answer
+
+
+def _routed(app: App, read_server: Callable[[str], bytes | None]) -> App:
     """`app`, and the metrics of servers below it."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -189,7 +208,7 @@ def _routed(
     return answer
 
 
-def _safe(app: Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+def _safe(app: App) -> App:
     """`app`, whose errors are an answer. The log has an error once, until there is another."""
     logged = ""
 

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..common.fsio import read_json
 from ..common.outcomes import failures_text
 from ..common.scores import EvaluationResult, EvaluationScore
-from ..errors import StoreError
 from .metrics import Row
 from .text import reward
 
@@ -28,12 +27,7 @@ ALIKE_SHARE = 0.4  # of a batch's groups: with more whose rewards are all equal,
 
 def read_evaluations(path: Path) -> list[EvaluationResult]:
     """Evaluations in their order; empty where there is no file. Raises StoreError where the file is not valid."""
-    if not path.is_file():
-        return []
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=list[EvaluationResult])
-    except msgspec.MsgspecError as error:
-        raise StoreError(f"{path}: not a list of evaluations: {error}") from None
+    return read_json(path, list[EvaluationResult], [], "a list of evaluations")
 
 
 def evaluation_line(evaluation: EvaluationResult) -> str:

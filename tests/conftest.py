@@ -6,6 +6,7 @@ none of it, and the others begin when it has read this file.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -21,7 +22,14 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from typing import Any
+
     from renderers import Renderer
+    from slipstream.agents import Session
+    from slipstream.agents.gateway import Endpoint, Gateway
+    from slipstream.tests.gateways import Episode
+    from slipstream.tests.sessions import Script
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CACHE = pytest.StashKey[Path | None]()
@@ -126,3 +134,29 @@ def renderer(tokenizer: PreTrainedTokenizerBase) -> Renderer:
     from slipstream.agents import load_renderer
 
     return load_renderer("qwen3", tokenizer, thinking=False)
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    from slipstream.agents.gateway import Gateway
+
+    async with Gateway(keepalive_s=0.05) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def episode(gateway: Gateway, renderer: Renderer, tokenizer: PreTrainedTokenizerBase) -> Episode:
+    """Opens an episode whose policy says `texts`, or what `say` gives."""
+    from slipstream.tests.sessions import Script, session_of
+
+    @contextlib.asynccontextmanager
+    async def opened(
+        *texts: str, say: Callable[[int], str | Awaitable[str]] | None = None, **options: Any
+    ) -> AsyncIterator[tuple[Endpoint, Script, Session]]:
+        tools = options.pop("tools", None)
+        script = Script(tokenizer, say or texts.__getitem__)
+        session = session_of(renderer, tokenizer, script, **options)
+        async with gateway.endpoint(session, tools) as endpoint:
+            yield endpoint, script, session
+
+    return opened

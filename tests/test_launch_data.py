@@ -70,9 +70,10 @@ def test_a_resumed_run_has_as_many_rows_as_it_began_with(folder: Path) -> None:
         ConfigError, match=r"env.path: rows.jsonl has 31 rows to train on, and the run began with 30: .*restore"
     ):
         check_row_counts(RunInputs(config, recorded_counts(folder)))
-    (folder / "rows.json").write_bytes(b"")  # as a power cut leaves a file
-    with pytest.raises(StoreError, match=r"rows.json: not the numbers of tasks .* start a new run"):
-        recorded_counts(folder)
+    for damaged in (b"", b'{"env": "30"}', b'{"env\xff": 30}'):  # the first as a power cut leaves a file
+        (folder / "rows.json").write_bytes(damaged)
+        with pytest.raises(StoreError, match=r"rows.json: not the numbers of tasks .* start a new run"):
+            recorded_counts(folder)
 
 
 def test_a_resumed_run_may_run_its_environment_elsewhere_and_nothing_else(folder: Path) -> None:

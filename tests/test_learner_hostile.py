@@ -99,11 +99,13 @@ class Bench:
         self.model = model
         self.rows: list[StepMetrics] = []
         self.make_backend: type[Fsdp2Backend] = Fsdp2Backend
+        self.stop = asyncio.Event()
 
     async def run(self, buffer: str | ReadyBuffer) -> CheckpointState:
         """One process of the learner, at a buffer's address or with one that is forged."""
         if isinstance(buffer, str):
             async with BufferClient(buffer, "learner-0") as client:
+                client.stopping = self.stop
                 return await self._run(client)
         return await self._run(buffer)
 
@@ -137,7 +139,7 @@ class Bench:
             vocabulary=tiny.VOCABULARY,
         )
         try:
-            return await asyncio.wait_for(loop.run(asyncio.Event(), lambda: None), SOON)
+            return await asyncio.wait_for(loop.run(self.stop, lambda: None), SOON)
         finally:
             publisher.close()
             backend.close()

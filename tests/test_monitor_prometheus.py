@@ -346,6 +346,30 @@ def test_an_error_is_an_answer_and_one_line(caplog: pytest.LogCaptureFixture, mo
     assert caplog.text.count("a scrape failed") == 1
 
 
+def test_scrapes_beyond_those_that_may_go_on_at_once_are_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "SCRAPES", 1)
+    monkeypatch.setattr(metrics_server, "READ_S", WAIT_S)
+    begun, going_on = threading.Event(), threading.Event()
+
+    def read() -> list[Any]:
+        begun.set()
+        assert going_on.wait(WAIT_S)
+        return list(exposition().families())
+
+    with MetricsServer("127.0.0.1", 0, "key") as server:
+        server.start(read)
+        first = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+        first.request("GET", "/metrics")
+        assert begun.wait(WAIT_S)
+        for _ in range(10):
+            beyond = get(server)
+            assert beyond.status == 503
+            assert beyond.read() == b"1 scrapes go on, as many as may at once; scrape from fewer places or less often\n"
+        going_on.set()
+        assert first.getresponse().status == 200
+        assert get(server).status == 200
+
+
 def test_clients_that_send_nothing_keep_nothing_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server._Handler, "timeout", 0.5)
     with MetricsServer("127.0.0.1", 0, "key") as server:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from ...envs.base import JSON, Message, ToolCall, ToolSpec
+from ...envs.base import JSON, Message, ToolCall
 from ..base import Reply, SampleRequest
 from .dialect import (
     Answer,
@@ -21,8 +21,11 @@ from .dialect import (
     ignored_of,
     named,
     parse,
+    role_of,
     stops_of,
     text_of,
+    text_of_part,
+    tool_of,
 )
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -37,6 +40,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -44,7 +48,7 @@ ERRORS = {
 
 
 class _AnthropicMessage(msgspec.Struct):
-    role: Literal["user", "assistant", "system"]
+    role: str
     content: str | list[Part]
 
 
@@ -78,17 +82,21 @@ class AnthropicDialect:
     def read(self, body: bytes) -> CompletionRequest:
         """See `Dialect.read`."""
         asked = parse(body, _MessagesBody, "messages request")
-        messages = [Message("system", text_of(asked.system))] if asked.system else []
-        for message in asked.messages:
-            messages += _messages(message)
+        messages = [Message("system", text_of(asked.system, "system"))] if asked.system else []
+        for number, message in enumerate(asked.messages):
+            messages += _messages(message, f"messages[{number}]")
         tools = asked.tools or []
-        specs = [ToolSpec(t.name, t.description or "", t.input_schema) for t in tools if t.input_schema is not None]
+        specs = [
+            tool_of(tool.name, tool.description, tool.input_schema, f"tools[{number}]")
+            for number, tool in enumerate(tools)
+            if tool.input_schema is not None
+        ]
         ignored = [f"tools.{t.type or t.name}" for t in tools if t.input_schema is None]  # run by Anthropic's servers
         return CompletionRequest(
             asked.model,
             named(messages),
             tuple(specs),
-            SampleRequest(asked.max_tokens, stops_of(asked.stop_sequences)),
+            SampleRequest(asked.max_tokens, stops_of(asked.stop_sequences, "stop_sequences")),
             stream=bool(asked.stream),
             ignored=(*ignored_of(asked, NEUTRAL), *ignored),
         )
@@ -145,16 +153,26 @@ class AnthropicDialect:
         """See `Dialect.error`."""
         return {"type": "error", "error": {"type": ERRORS.get(status, "api_error"), "message": message}}
 
+    def error_event(self, status: int, message: str, code: str) -> bytes:
+        """See `Dialect.error_event`."""
+        return event(self.error(status, message, code), "error")
 
-def _messages(message: _AnthropicMessage) -> list[Message]:
+
+def _messages(message: _AnthropicMessage, place: str) -> list[Message]:
     """The results of tools come first: they answer the assistant's calls."""
+    role: Any = role_of(message.role, ("user", "assistant", "system"), f"{place}.role")
     if isinstance(message.content, str):
-        return [Message(message.role, message.content)]
-    parts = message.content
-    found = [Message("tool", text_of(p.content), (), p.tool_use_id) for p in parts if p.type == "tool_result"]
-    calls = tuple(ToolCall(p.name, p.input, p.id) for p in parts if p.type == "tool_use")
-    others = [part for part in parts if part.type not in ("tool_result", "tool_use")]
-    return [*found, Message(message.role, text_of(others), calls)] if others or calls or not found else found
+        return [Message(role, message.content)]
+    found, calls, texts = list[Message](), list[ToolCall](), list[str]()
+    for number, part in enumerate(message.content):
+        where = f"{place}.content[{number}]"
+        if part.type == "tool_result":
+            found.append(Message("tool", text_of(part.content, f"{where}.content"), (), part.tool_use_id))
+        elif part.type == "tool_use":
+            calls.append(ToolCall(part.name, part.input, part.id))
+        else:
+            texts.append(text_of_part(part, where))
+    return [*found, Message(role, "".join(texts), tuple(calls))] if texts or calls or not found else found
 
 
 def _stop_reason(reply: Reply) -> str:

@@ -7,10 +7,13 @@ Invariants:
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 from aiohttp import web
 
 from ...common.waits import Overdue, within
+from .connections import GatewayConnection
 
 LARGEST_BODY = 1 << 26  # bytes, whatever the context
 SMALL_BODY = 1 << 24  # bytes that any request may have: images come as text
@@ -19,6 +22,7 @@ SMALL_ITEMS = 1 << 15  # items that any request may have: some 50 ms of parsing
 TOKEN_ITEMS = 2  # for each token of the context: a message has at most 6 and at least 4 tokens
 TOOL_ITEMS = 1 << 18  # of a call of a tool, whose arguments need not fit a context
 FULL_CONTEXT = "context_length_exceeded"  # OpenAI's code
+SHOWN = 80  # characters of a client's value in an error
 BODY_S = 60.0  # how long the body of a request may take to arrive
 
 
@@ -74,7 +78,7 @@ def expected_size(http: web.Request, limit: BodyLimit) -> int:
 
 
 async def read_body(http: web.Request, limit: BodyLimit) -> bytes:
-    """Raises RefusedRequest: it is too large or too slow."""
+    """Raises RefusedRequest: it is too large or too slow, or is not encoded as it says."""
     body = bytearray()
 
     async def read() -> None:
@@ -87,6 +91,11 @@ async def read_body(http: web.Request, limit: BodyLimit) -> bytes:
         await within(BODY_S, read())
     except Overdue:
         raise RefusedRequest(408, f"the request did not arrive within {BODY_S:g} s") from None
+    except web.RequestPayloadError as error:
+        http.content.feed_eof()  # aiohttp reads no more of it
+        cast(GatewayConnection, http.protocol).ending = True
+        why = " ".join(str(error).split()).removeprefix("400, message: ")
+        raise RefusedRequest(400, f"the request's body cannot be read: {why}") from None
     if sum(body.count(mark) for mark in (b"{", b"[", b",")) > limit.items:
         raise limit.refusal(f"{limit.items} opening brackets and commas")
     return bytes(body)

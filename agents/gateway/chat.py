@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,6 +11,7 @@ from msgspec import Meta
 from ...envs.base import JSON, Message, ToolCall, ToolSpec
 from ...errors import PolicyError
 from ..base import Reply, SampleRequest
+from .bodies import SHOWN
 from .dialect import (
     MOST_REPLIES,
     Answer,
@@ -24,10 +25,13 @@ from .dialect import (
     named,
     openai_error,
     parse,
+    role_of,
     stops_of,
     text_of,
+    tool_of,
 )
 
+TOOL_FORM = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: dict[str, Role] = {"developer": "system", "function": "tool"}
 
@@ -38,6 +42,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
     "top_logprobs": (0,),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
@@ -59,9 +68,10 @@ class _Call(msgspec.Struct):
 
 
 class _ChatMessage(msgspec.Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: str
     content: Content = None
     tool_calls: list[_Call] | None = None
+    function_call: Any = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -94,6 +104,11 @@ class _Body(msgspec.Struct):
     logit_bias: Any = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
+    repetition_penalty: Any = None  # this and the next four are vLLM's and SGLang's
+    top_k: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
     top_logprobs: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -111,15 +126,14 @@ class ChatDialect:
         if asked.functions:
             raise PolicyError("functions: deprecated and not supported; use tools")
         if asked.modalities not in (None, ["text"]):
-            raise PolicyError(f"modalities: {asked.modalities} is not supported; only text is")
-        tools = asked.tools or []
-        specs = [ToolSpec(f.name, f.description or "", f.parameters or {}) for t in tools if (f := t.function)]
-        ignored = [f"tools.{t.type}" for t in tools if t.function is None]
+            raise PolicyError(f"modalities: {str(asked.modalities)[:SHOWN]} is not supported; only text is")
+        specs, ignored = _tools(asked.tools or [])
+        stops = stops_of(asked.stop, "stop")
         return CompletionRequest(
             asked.model,
-            named(_message(message) for message in asked.messages),
+            named(_message(message, f"messages[{number}]") for number, message in enumerate(asked.messages)),
             tuple(specs),
-            SampleRequest(asked.max_completion_tokens or asked.max_tokens, stops_of(asked.stop), asked.n or 1),
+            SampleRequest(asked.max_completion_tokens or asked.max_tokens, stops, asked.n or 1),
             stream=bool(asked.stream),
             usage_in_stream=asked.stream_options is not None and bool(asked.stream_options.include_usage),
             logprobs=bool(asked.logprobs),
@@ -165,13 +179,39 @@ class ChatDialect:
         """See `Dialect.error`."""
         return openai_error(status, message, code)
 
+    def error_event(self, status: int, message: str, code: str) -> bytes:
+        """See `Dialect.error_event`."""
+        return event(self.error(status, message, code), "error")
 
-def _message(message: _ChatMessage) -> Message:
-    role: Any = ROLES.get(message.role, message.role)
-    calls = [ToolCall(c.function.name, arguments_of(c.function.arguments), c.id) for c in message.tool_calls or ()]
+
+def _tools(tools: Sequence[_Tool]) -> tuple[list[ToolSpec], list[str]]:
+    """The functions, and the types of other tools."""
+    specs, ignored = list[ToolSpec](), list[str]()
+    for number, tool in enumerate(tools):
+        place = f"tools[{number}].function"
+        if (function := tool.function) is not None:
+            specs.append(tool_of(function.name, function.description, function.parameters, place))
+        elif tool.type == "function":
+            raise PolicyError(f"{place}: missing; a tool is {TOOL_FORM}")
+        else:
+            ignored.append(f"tools.{tool.type}")
+    return specs, ignored
+
+
+def _message(message: _ChatMessage, place: str) -> Message:
+    if message.function_call is not None:
+        raise PolicyError(f"{place}.function_call: deprecated and not supported; use tool_calls")
+    known = role_of(message.role, ("system", "developer", "user", "assistant", "tool", "function"), f"{place}.role")
+    role: Any = ROLES.get(known, known)
+    calls = [
+        ToolCall(
+            call.function.name, arguments_of(call.function.arguments, f"{place}.tool_calls[{number}].function"), call.id
+        )
+        for number, call in enumerate(message.tool_calls or ())
+    ]
     return Message(
         role,
-        text_of(message.content),
+        text_of(message.content, f"{place}.content"),
         tuple(calls),
         message.tool_call_id or "",
         message.name or "" if role == "tool" else "",

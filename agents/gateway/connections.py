@@ -54,7 +54,7 @@ class Connections:
         self._open: set[GatewayConnection] = set()
         self._unasked: dict[GatewayConnection, None] = {}  # those without a request of an episode; oldest first
         self._idle: dict[GatewayConnection, None] = {}  # those with a request behind them; idle for longest first
-        self._idle_of: Counter[str] = Counter()
+        self._kept_of: Counter[str] = Counter()  # connections that are idle, or will be once their answer is written
         self._busy_of: Counter[str] = Counter()  # connections with a request, until the client has taken its answer
         self._refusing: set[RefusedConnection] = set()
         self._refused = 0
@@ -91,16 +91,19 @@ class Connections:
         """Whether its episode has too many with a request."""
         return self._busy_of[connection.episode] > self.share
 
-    def is_spare(self, connection: GatewayConnection) -> bool:
-        """Whether it is not to stay open after the answer to the request that it has now."""
-        return not connection.episode or self._idle_of[connection.episode] >= IDLE
+    def keep(self, connection: GatewayConnection) -> bool:
+        """Whether it is to stay open after the answer to the request that it has now; it counts as idle from here on."""
+        may_stay = connection in self._open and connection.episode and self._kept_of[connection.episode] < IDLE
+        if may_stay and not connection.kept:
+            connection.kept = True
+            self._kept_of[connection.episode] += 1
+        return connection.kept
 
     def answered(self, connection: GatewayConnection) -> None:
         """It has no request now."""
         self._end_request(connection)
-        if connection in self._open and connection.episode and connection not in self._idle:
+        if connection in self._open and connection.kept:
             self._idle[connection] = None
-            self._idle_of[connection.episode] += 1
 
     def forget(self, connection: GatewayConnection) -> None:
         self._leave(connection)
@@ -109,9 +112,10 @@ class Connections:
     def _leave(self, connection: GatewayConnection) -> None:
         self._unasked.pop(connection, None)
         self._end_request(connection)
-        if connection in self._idle:
-            del self._idle[connection]
-            _count_down(self._idle_of, connection.episode)
+        self._idle.pop(connection, None)
+        if connection.kept:
+            connection.kept = False
+            _count_down(self._kept_of, connection.episode)
 
     def _end_request(self, connection: GatewayConnection) -> None:
         if connection.busy:
@@ -135,16 +139,16 @@ def _count_down(of: Counter[str], episode: str) -> None:
 
 
 class GatewayConnection(web.RequestHandler):
-    """One connection. `episode` is the key of its newest request, "" before that, and `busy` while it has one; `gone` ends with the
-    connection."""
+    """One connection. `episode` is the key of its newest request, "" before that; it is `busy` while it has one, and `kept` where
+    it stays open after that; `ending` where its client has sent what cannot be read. `gone` ends with the connection."""
 
-    __slots__ = ("_connections", "busy", "episode", "gone")
+    __slots__ = ("_connections", "busy", "ending", "episode", "gone", "kept")
 
     def __init__(self, connections: Connections, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, access_log=None, keepalive_timeout=IDLE_S)  # type: ignore[arg-type]
         self._connections = connections
-        self.episode, self.busy = "", False
+        self.episode, self.busy, self.kept, self.ending = "", False, False, False
         self.gone: asyncio.Future[None] = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -168,7 +172,7 @@ class GatewayConnection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        if self._connections.is_spare(self):
+        if self.ending or not self._connections.keep(self):
             resp.force_close()
         try:
             return await within(ANSWER_S, super().finish_response(request, resp, start_time))

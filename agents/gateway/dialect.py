@@ -8,8 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,10 +18,14 @@ from msgspec import Meta
 from ...envs.base import JSON, Message, ToolCall, ToolSpec
 from ...errors import PolicyError
 from ..base import Reply, SampleRequest
+from .bodies import SHOWN
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_REPLIES = 128  # `n` of one request, as at OpenAI
+MOST_STOPS = 64  # each of which is looked for in every reply; OpenAI takes 4
+PLACE = re.compile(r"at `\$([^`]*)`$")  # that msgspec names
+STEP = re.compile(r"\[(\d+)\]|\.(\w+)")  # of a place
 Count = Annotated[int, Meta(ge=1)]
 
 UNSEEN = {
@@ -76,6 +81,10 @@ class Dialect(Protocol):
         """The body of an error. `code` is one of OpenAI's, or ""."""
         ...
 
+    def error_event(self, status: int, message: str, code: str) -> bytes:
+        """The same as the last event of a stream that has begun."""
+        ...
+
 
 class Part(msgspec.Struct):
     """A part of a message's content, of any type."""
@@ -94,45 +103,75 @@ Content = str | list[Part] | None
 
 
 def parse(body: bytes, kind: type[T], what: str) -> T:
-    """`body` as JSON of `kind`. Raises PolicyError naming the place of the first fault."""
+    """`body` as JSON of `kind`. Raises PolicyError naming the place of the first fault, and what is there."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise PolicyError(f"this is no {what}: {error}") from None
+        raise PolicyError(f"this is no {what}: {error}{_value_at(body, PLACE.search(str(error)))}") from None
 
 
-def text_of(content: Content) -> str:
-    """The text of a message's content. Raises PolicyError where it has images or other media."""
+def _value_at(body: bytes, place: re.Match[str] | None) -> str:
+    """The value that an error names, as the end of its line; "" where it names none."""
+    if place is None or "..." in place[1]:
+        return ""
+    try:
+        value: Any = msgspec.json.decode(body)
+        for number, name in STEP.findall(place[1]):
+            value = value[int(number)] if number else value[name]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, TypeError):  # wrong elsewhere, too
+        return ""
+    return f", which is {msgspec.json.encode(value)[:SHOWN].decode(errors='replace')}"
+
+
+def role_of(role: str, allowed: Sequence[str], place: str) -> str:
+    """Raises PolicyError where `role` is not `allowed`."""
+    if role not in allowed:
+        raise PolicyError(f"{place}: {role[:SHOWN]!r} is not {', '.join(allowed[:-1])} or {allowed[-1]}")
+    return role
+
+
+def text_of(content: Content, place: str) -> str:
+    """The text of the content at `place`. Raises PolicyError where it has images or other media."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_text_of_part(part) for part in content)
+    return "".join(text_of_part(part, f"{place}[{number}]") for number, part in enumerate(content))
 
 
-def _text_of_part(part: Part) -> str:
+def text_of_part(part: Part, place: str) -> str:
+    """See `text_of`."""
     if part.type in ("text", "input_text", "output_text", "summary_text"):
         return part.text or ""
     if part.type == "refusal":
         return part.refusal or ""
     if part.type in UNSEEN:
         return ""
-    raise PolicyError(f"content of type {part.type!r} is not supported; only text is")
+    raise PolicyError(f"{place}.type: {part.type[:SHOWN]!r} is not supported; only text is")
 
 
-def arguments_of(arguments: str | JSON) -> JSON:
-    """The arguments of a tool call. Raises PolicyError where they are no JSON object."""
+def tool_of(name: str, description: str | None, parameters: JSON | None, place: str) -> ToolSpec:
+    """Raises PolicyError where the tool has no name."""
+    if not name:
+        raise PolicyError(f"{place}.name: missing or empty; a tool needs a name")
+    return ToolSpec(name, description or "", parameters or {})
+
+
+def arguments_of(arguments: str | JSON, place: str) -> JSON:
+    """The arguments of the tool call at `place`. Raises PolicyError where they are no JSON object."""
     if not isinstance(arguments, str):
         return arguments
     try:
         return msgspec.json.decode(arguments or "{}", type=JSON)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise PolicyError(f"the arguments of a tool call are no JSON object: {arguments[:80]!r}") from None
+        raise PolicyError(f"{place}.arguments: no JSON object: {arguments[:SHOWN]!r}") from None
 
 
-def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The stop texts. Raises PolicyError for an empty one."""
+def stops_of(stop: str | Sequence[str] | None, place: str) -> tuple[str, ...]:
+    """The stop texts. Raises PolicyError for an empty one, and for more than `MOST_STOPS`."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if "" in stops:
-        raise PolicyError("stop: a stop text must not be empty")
+        raise PolicyError(f"{place}: a stop text must not be empty")
+    if len(stops) > MOST_STOPS:
+        raise PolicyError(f"{place}: {len(stops)} stop texts are too many; at most {MOST_STOPS} are allowed")
     return stops
 
 

@@ -1,19 +1,20 @@
 """The requests of one episode: those that are under way, and those that wait for their turn.
 
-    request ──> its turn ──> body ──> call ──> answer
+    request ──> room for its body ──> body ──> its turn ──> call ──> answer
 
 Invariants:
-- At most `CALLS` are under way, with at most `BODIES` bytes. A request is under way from its turn until it is answered and its call
-  has ended.
-- Turns come in the order of the requests. A wait ends with its turn, its client's connection, its episode, or after `TURN_S`.
-- A request has room for its whole body before the body is read: none that is under way waits for another.
+- The bodies of requests have at most `BODIES` bytes together, from before they are read until their calls have ended.
+- At most `CALLS` requests are under way: from their turn until they are answered and their calls have ended.
+- Room and turns come in the order in which they were asked for. A wait for them ends with the client's connection, with the
+  episode, or `TURN_S` after the request came.
+- A request has room for its whole body before the body is read, and has read it before its turn: none that is under way waits for
+  another, and a client that goes while its request waits for its turn is seen to go.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -26,98 +27,150 @@ BODIES = 1 << 27  # bytes of their bodies; more than one of the largest
 TURN_S = 600.0  # as long as OpenAI's and Anthropic's clients wait for an answer
 
 
-class RequestRoom:
-    """What a request takes of its episode's room: the bytes of its body, and its call once it has one."""
+class FifoSemaphore:
+    """`limit` units, which go to those that ask in the order in which they ask."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, limit: int) -> None:
+        self.taken = 0
+        self._limit = limit
+        self._waiting: dict[asyncio.Future[None], int] = {}
+
+    def acquire(self, units: int) -> asyncio.Future[None]:
+        """Has a result once the caller has the units. It may be cancelled or given an exception before that."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = units
+        turn.add_done_callback(self._forget)
+        self._admit()
+        return turn
+
+    def release(self, units: int) -> None:
+        self.taken -= units
+        self._admit()
+
+    def _forget(self, turn: asyncio.Future[None]) -> None:
+        if self._waiting.pop(turn, None) is not None:
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            turn, units = next(iter(self._waiting.items()))
+            if not turn.done():
+                if self.taken + units > self._limit:
+                    return
+                self.taken += units
+                turn.set_result(None)
+            del self._waiting[turn]
+
+
+class RequestRoom:
+    """What a request takes of its episode's room: the bytes of its body, a turn, and its call once it has one."""
+
+    def __init__(self, queue: RequestQueue, gone: asyncio.Future[None]) -> None:
         self.call: asyncio.Task[Any] | None = None
+        self._queue = queue
+        self._gone = gone
+        self._until = asyncio.get_running_loop().time() + TURN_S
+        self._taken: list[tuple[FifoSemaphore, asyncio.Future[None], int]] = []
+
+    def reserve(self, size: int) -> asyncio.Future[None]:
+        """Has a result once there is room for a body of `size` bytes. Raises, and ends, as `turn`."""
+        why = (
+            f"the call has waited {TURN_S:g} s for room: the episode's others have {BODIES} bytes, as many as they may"
+        )
+        return self._ask(self._queue.bodies, size, why)
+
+    def has_read(self, size: int) -> None:
+        """The body has turned out to have `size` bytes."""
+        ((bodies, reserved, most),) = self._taken
+        self._taken = [(bodies, reserved, size)]
+        bodies.release(most - size)
+
+    def turn(self) -> asyncio.Future[None]:
+        """Has a result once it is the request's turn, RefusedRequest where it waits for too long, PolicyError where the episode is
+        over before, ConnectionResetError where the client is gone. Raises RefusedRequest where too many wait."""
+        why = f"the call has waited {TURN_S:g} s for its turn: the episode has {CALLS} others under way"
+        return self._ask(self._queue.calls, 1, why)
+
+    def leave(self) -> None:
+        """Give all of it back."""
+        for semaphore, turn, units in self._taken:
+            if not turn.done():
+                turn.cancel()
+            elif not turn.cancelled() and turn.exception() is None:
+                semaphore.release(units)
+
+    def _ask(self, semaphore: FifoSemaphore, units: int, why: str) -> asyncio.Future[None]:
+        turn = self._queue.ask(semaphore, units, self._gone, self._until, why)
+        self._taken.append((semaphore, turn, units))
+        return turn
 
 
 class RequestQueue:
     """The requests of one episode, of which at most `most_waiting` wait."""
 
     def __init__(self, most_waiting: int) -> None:
-        self.under_way = self.bytes = 0
+        self.bodies, self.calls = FifoSemaphore(BODIES), FifoSemaphore(CALLS)
+        self.waiting: set[asyncio.Future[None]] = set()
         self._most_waiting = most_waiting
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._closed = False
 
     @contextlib.asynccontextmanager
-    async def turn(self, size: int, gone: asyncio.Future[None]) -> AsyncIterator[RequestRoom]:
-        """Around a request of at most `size` bytes and its answer, once it is its turn. Raises RefusedRequest: too many wait, or it
-        waits for too long; PolicyError where the episode is over; ConnectionResetError where `gone` ends before its turn."""
-        await self._wait(size, gone)
-        room = RequestRoom(size)
+    async def room(self, size: int, gone: asyncio.Future[None]) -> AsyncIterator[RequestRoom]:
+        """Around a request of at most `size` bytes and its answer, once there is room for its body; `gone` ends with its client's
+        connection. Raises RefusedRequest, PolicyError and ConnectionResetError as `RequestRoom.turn`."""
+        room = RequestRoom(self, gone)
         try:
+            if not (reserved := room.reserve(size)).done():
+                with waiting_turn():
+                    await reserved
             yield room
         finally:
             if room.call is None or room.call.done():
-                self._end(room.size)
+                room.leave()
             else:
-                room.call.add_done_callback(lambda _: self._end(room.size))
+                room.call.add_done_callback(lambda _: room.leave())
 
-    def has_read(self, room: RequestRoom, size: int) -> None:
-        """The body of the request has turned out to have `size` bytes."""
-        self.bytes -= room.size - size
-        room.size = size
-        self._admit()
+    def ask(
+        self, semaphore: FifoSemaphore, units: int, gone: asyncio.Future[None], until: float, why: str
+    ) -> asyncio.Future[None]:
+        """See `RequestRoom.turn`; `until` is the loop's time at which it ends by a refusal that says `why`."""
+        if self._closed:
+            raise PolicyError("the episode is over")
+        turn = semaphore.acquire(units)
+        if turn.done():
+            return turn
+        if len(self.waiting) >= self._most_waiting:
+            turn.cancel()
+            full = f"the episode has {CALLS} calls under way and {self._most_waiting} that wait, as many as it may"
+            raise RefusedRequest(429, full, "rate_limit_exceeded")
+        self.waiting.add(turn)
+        late = asyncio.get_running_loop().call_at(until, _end, turn, RefusedRequest(429, why, "rate_limit_exceeded"))
+
+        def lost(_: asyncio.Future[None]) -> None:
+            _end(turn, ConnectionResetError("the client is gone"))
+
+        def ended(_: asyncio.Future[None]) -> None:
+            self.waiting.discard(turn)
+            late.cancel()
+            gone.remove_done_callback(lost)
+
+        gone.add_done_callback(lost)
+        turn.add_done_callback(ended)
+        return turn
 
     def close(self) -> None:
         """None that waits has a turn any more."""
         self._closed = True
-        for turn, _ in self._waiting:
-            if not turn.done():
-                turn.set_exception(PolicyError("the episode is over"))
-        self._waiting.clear()
+        for turn in self.waiting:
+            _end(turn, PolicyError("the episode is over"))
 
-    async def _wait(self, size: int, gone: asyncio.Future[None]) -> None:
-        if self._closed:
-            raise PolicyError("the episode is over")
-        if not self._waiting and self._fits(size):
-            return self._begin(size)
-        if len(self._waiting) >= self._most_waiting:
-            why = f"the episode has {CALLS} calls under way and {self._most_waiting} that wait, as many as it may"
-            raise RefusedRequest(429, why, "rate_limit_exceeded")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (turn, size)
-        self._waiting.append(entry)
-        try:
-            with TrackedWait("a call of an agent", f"its turn after the episode's {CALLS} others", TURN_S):
-                await asyncio.wait((turn, gone), timeout=TURN_S, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                raise ConnectionResetError("the client is gone")
-            if not turn.done():
-                why = f"the call has waited {TURN_S:g} s for its turn: the episode has {CALLS} others under way"
-                raise RefusedRequest(429, why, "rate_limit_exceeded")
-            turn.result()
-        except BaseException:
-            self._withdraw(entry)
-            raise
 
-    def _withdraw(self, entry: tuple[asyncio.Future[None], int]) -> None:
-        turn, size = entry
-        if not turn.done():
-            self._waiting.remove(entry)
-            turn.cancel()
-            self._admit()
-        elif turn.exception() is None:  # its turn came at the same time
-            self._end(size)
+def waiting_turn() -> TrackedWait:
+    """Around the wait of a request for its room or its turn."""
+    return TrackedWait("a call of an agent", f"its turn after the episode's {CALLS} others", TURN_S)
 
-    def _fits(self, size: int) -> bool:
-        return self.under_way < CALLS and self.bytes + size <= BODIES
 
-    def _begin(self, size: int) -> None:
-        self.under_way += 1
-        self.bytes += size
-
-    def _end(self, size: int) -> None:
-        self.under_way -= 1
-        self.bytes -= size
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][1]):
-            turn, size = self._waiting.popleft()
-            self._begin(size)
-            turn.set_result(None)
+def _end(turn: asyncio.Future[None], error: Exception) -> None:
+    if not turn.done():
+        turn.set_exception(error)
+        turn.exception()  # a request that was cancelled meanwhile does not ask for it

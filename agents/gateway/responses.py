@@ -13,6 +13,7 @@ from msgspec import Meta
 from ...envs.base import JSON, Message, ToolCall, ToolSpec
 from ...errors import PolicyError
 from ..base import Reply, SampleRequest
+from .bodies import SHOWN
 from .chat import ROLES
 from .dialect import (
     Answer,
@@ -26,6 +27,7 @@ from .dialect import (
     named,
     openai_error,
     parse,
+    role_of,
     text_of,
 )
 
@@ -38,6 +40,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields that are accepted and not followed, with the values that ask for nothing."""
 
+FUNCTION_FORM = '{"type": "function", "name": ..., "description": ..., "parameters": ...}'
 REFUSED = ("previous_response_id", "conversation", "prompt", "background")
 """Fields that need a memory on this side."""
 
@@ -105,6 +108,7 @@ class ResponsesDialect:
                 raise PolicyError(f"{name}: not supported, no response is stored here; send the whole input")
         messages = [Message("system", asked.instructions)] if asked.instructions else []
         messages += [Message("user", asked.input)] if isinstance(asked.input, str) else _messages(asked.input)
+        _check_names(asked.tools or [], "tools")
         tools = _flat(asked.tools or [])
         functions = [(_name(space, tool.name), tool) for space, tool in tools if tool.type == "function"]
         specs = [ToolSpec(name, tool.description or "", tool.parameters or {}) for name, tool in functions]
@@ -187,6 +191,20 @@ class ResponsesDialect:
         """See `Dialect.error`."""
         return openai_error(status, message, code)
 
+    def error_event(self, status: int, message: str, code: str) -> bytes:
+        """See `Dialect.error_event`. Its fields are those of the API; `error` is what makes OpenAI's Python client raise."""
+        said = {"type": "error", "sequence_number": 0, "code": code or None, "message": message, "param": None}
+        return event({**said, **self.error(status, message, code)}, "error")
+
+
+def _check_names(tools: Sequence[_ResponsesTool], place: str) -> None:
+    """Raises PolicyError for a function without a name."""
+    for number, tool in enumerate(tools):
+        if tool.type == "namespace":
+            _check_names(tool.tools or (), f"{place}[{number}].tools")
+        elif tool.type == "function" and not tool.name:
+            raise PolicyError(f"{place}[{number}].name: missing or empty; a function is {FUNCTION_FORM}")
+
 
 def _flat(tools: Sequence[_ResponsesTool]) -> list[tuple[str, _ResponsesTool]]:
     """Every tool with its namespace, "" for none."""
@@ -208,20 +226,23 @@ def _messages(items: Sequence[_Item]) -> list[Message]:
     for number, item in enumerate(items):
         last = found[-1] if found and found[-1].role == "assistant" else None
         if item.type == "function_call":
-            call = ToolCall(_name(item.namespace, item.name), arguments_of(item.arguments), item.call_id)
+            call = ToolCall(
+                _name(item.namespace, item.name), arguments_of(item.arguments, f"input[{number}]"), item.call_id
+            )
             if last is None:
                 found.append(Message("assistant", "", (call,)))
             else:
                 found[-1] = msgspec.structs.replace(last, tool_calls=(*last.tool_calls, call))
         elif item.type == "function_call_output":
-            found.append(Message("tool", text_of(item.output), (), item.call_id))
+            found.append(Message("tool", text_of(item.output, f"input[{number}].output"), (), item.call_id))
         elif item.type == "message":
-            role: Any = ROLES.get(item.role, item.role)
-            if role not in ("system", "user", "assistant"):
-                raise PolicyError(f"input[{number}].role: {item.role!r} is not system, developer, user or assistant")
-            found.append(Message(role, text_of(item.content)))
+            known = role_of(item.role, ("system", "developer", "user", "assistant"), f"input[{number}].role")
+            role: Any = ROLES.get(known, known)
+            found.append(Message(role, text_of(item.content, f"input[{number}].content")))
         elif item.type != "reasoning":  # which its branch has as tokens
-            raise PolicyError(f"input[{number}].type: {item.type!r} is not supported; messages and function calls are")
+            raise PolicyError(
+                f"input[{number}].type: {item.type[:SHOWN]!r} is not supported; messages and function calls are"
+            )
     return found
 
 
