@@ -146,7 +146,7 @@ async def _report_s(process: MeasuredProcess, workers: Sequence[BufferClient]) -
     try:
         await asyncio.sleep(REPORTS_S / 2)
         began, before, sent, replies = time.monotonic(), process.cpu_s(), 0, set[asyncio.Task[tuple[str, ...]]]()
-        while (elapsed := time.monotonic() - began) < REPORTS_S:
+        while (elapsed := time.monotonic() - began) < REPORTS_S or not sent:
             while sent < REPORTS_PER_S * elapsed:
                 replies.add(asyncio.create_task(workers[sent % len(workers)].progress({}, 1.0, 0.0)))
                 sent += 1

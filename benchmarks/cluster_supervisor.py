@@ -177,7 +177,7 @@ async def _beat_s(
                 client.notify(Heartbeat(name, WAITS, "ready"))
         await asyncio.sleep(QUIET_S / 4)
         began, before, sent = time.monotonic(), process.cpu_s(), 0
-        while (elapsed := time.monotonic() - began) < BEATS_S:
+        while (elapsed := time.monotonic() - began) < BEATS_S or not sent:
             while sent < BEATS_PER_S * elapsed:
                 number = sent % workers
                 clients[number].notify(Heartbeat(names[number], WAITS, "ready"))

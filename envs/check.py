@@ -32,6 +32,7 @@ from ..common.unawaited import UnawaitedLog, without_await
 from ..configs.environments import EnvironmentKind
 from ..errors import EnvError, SlipstreamError, describe_user_error
 from .base import Environment, Message, Observation, StepResult, Task, TaskSource, checked_metrics
+from .idle_process import IdleProcess
 from .registry import task_source
 from .scripted_policy import scripted
 from .simple import Split
@@ -270,22 +271,28 @@ async def event_loop(subject: Subject) -> str:
 
 
 async def _longest_stand_still(subject: Subject) -> float:
-    """Seconds between two turns of the loop, the longest while episodes run."""
-    worst, last = 0.0, time.perf_counter()
+    """Seconds between two turns of the loop, the longest while episodes run. Those in which the whole process waited for a core are
+    left out."""
+    worst = 0.0
 
-    async def beat() -> None:
-        nonlocal worst, last
+    async def beat(idle: IdleProcess) -> None:
+        nonlocal worst
+        last, waited, computed = time.perf_counter(), idle.seconds(), time.thread_time()
         while True:
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            worst, last = max(worst, now - last), now
+            now, waited_now, computed_now = time.perf_counter(), idle.seconds(), time.thread_time()
+            # What computes here may hold the interpreter's lock: then no other thread runs either.
+            for_a_core = max(0.0, waited_now - waited - (computed_now - computed))
+            worst = max(worst, now - last - for_a_core)
+            last, waited, computed = now, waited_now, computed_now
 
-    beating = asyncio.create_task(beat())
-    try:
-        await asyncio.gather(*(play(subject.source, i) for i in range(EPISODES)))
-        await asyncio.sleep(0.002)  # the last block is seen, too
-    finally:
-        beating.cancel()
+    with IdleProcess() as idle:
+        beating = asyncio.create_task(beat(idle))
+        try:
+            await asyncio.gather(*(play(subject.source, i) for i in range(EPISODES)))
+            await asyncio.sleep(0.002)  # the last block is seen, too
+        finally:
+            beating.cancel()
     return worst
 
 

@@ -79,11 +79,12 @@ class HostedRun:
     def until(self, condition: Callable[[], bool], what: str, seconds: float = WAIT_S, every: float = 0.25) -> float:
         """Wait for a condition on files or processes, which offer nothing to await; how long it took. One on what a command says is
         looked at less often."""
-        began = time.monotonic()
+        began, ended = time.monotonic(), False
         while not condition():
-            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
+            assert not ended, f"the run ended before {what}:\n{self.output()}"
             assert time.monotonic() < began + seconds, f"no {what} within {seconds} s:\n{self.output()}"
             time.sleep(every)
+            ended = self.process.poll() is not None  # what it did last may make the condition hold
         return time.monotonic() - began
 
     def steps(self) -> int:

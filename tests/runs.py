@@ -90,8 +90,10 @@ class Background:
             self.process.wait()
 
     def roles(self) -> dict[str, psutil.Process]:
-        """The living role processes by name."""
+        """The living role processes by name, none of a run that has ended."""
         found = {}
+        if self.process.poll() is not None:
+            return found
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):  # it may end while it is looked at
                 words = child.environ().get("SLIPSTREAM_ROLE") if child.status() != psutil.STATUS_ZOMBIE else None
@@ -101,11 +103,12 @@ class Background:
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for a condition on files or processes, which offer nothing to await."""
-        deadline = time.monotonic() + WAIT_S
+        deadline, ended = time.monotonic() + WAIT_S, False
         while not condition():
-            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
+            assert not ended, f"the run ended before {what}:\n{self.output()}"
             assert time.monotonic() < deadline, f"no {what} within {WAIT_S} s"
             time.sleep(0.1)
+            ended = self.process.poll() is not None  # what it did last may make the condition hold
 
     def until_step(self, step: int) -> None:
         self.until(lambda: any(row["step"] >= step for row in metrics(self.run_dir)), f"step {step}")

@@ -23,7 +23,8 @@ async def test_a_call_through_the_gateway_costs_a_millisecond_at_most(
     for _ in range(5):
         bare, sdk = (await gateway.gateway(tmp_path)).rows
         assert (bare.name, sdk.name) == ("by a bare HTTP client", "by OpenAI's client")
-        assert min(bare.contender, sdk.contender) > bare.floor
+        if min(bare.contender, sdk.contender) <= bare.floor:
+            continue  # this process did something else meanwhile
         best = min(best, (bare.contender - bare.floor) / max(1.0, bare.floor / SESSION_MS))
         if best <= LIMIT_MS:
             return

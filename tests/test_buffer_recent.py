@@ -60,7 +60,8 @@ async def test_leases_are_shared_by_turns_and_never_more_than_wanted(
         await a.register()
         await b.register()
         lease_requests = asyncio.create_task(a.leases(4)), asyncio.create_task(b.leases(4))
-        await a.stats()  # both lease requests wait: nothing is served yet, and repeated ones change nothing
+        for worker in (a, b):  # both lease requests wait: nothing is served yet, and repeated ones change nothing
+            await worker.stats()
         await asyncio.sleep(0.3)
         mark_served(learner, version)
         first, second = await asyncio.gather(*lease_requests)

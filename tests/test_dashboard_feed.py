@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from slipstream.common.fsio import write_atomic
 from slipstream.configs import RUN_CONFIG
 from slipstream.dashboard import feed as feed_module
 from slipstream.dashboard.feed import ChangeFeed, SharedAnswers
@@ -24,6 +25,11 @@ def runs(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path, ENDED)
 
 
+def written(runs: RunFolder, name: str) -> None:
+    """A change of the run that no look finds half of."""
+    write_atomic(runs.root / name / "metrics.jsonl", b"{}\n")
+
+
 async def test_one_look_tells_every_listener_of_a_change(runs: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "LOOK_S", 0.01)
     feed = ChangeFeed(runs)
@@ -33,7 +39,7 @@ async def test_one_look_tells_every_listener_of_a_change(runs: RunFolder, monkey
         assert before.keys() == {"first", "second"}
         assert await feed.after(1, QUIET_S) == 1
         told = [asyncio.create_task(feed.after(1, WAIT_S)) for _ in range(2)]
-        (runs.root / "first" / "metrics.jsonl").write_text("{}\n")
+        written(runs, "first")
         assert await asyncio.gather(*told) == [2, 2]
         assert feed.numbers["first"] > before["first"]
         assert feed.numbers["second"] == before["second"]
@@ -49,7 +55,7 @@ async def test_nothing_is_looked_at_while_no_page_listens(runs: RunFolder, monke
     async with asyncio.timeout(WAIT_S):
         async with feed.listening():
             await feed.after(0, WAIT_S)
-        (runs.root / "first" / "metrics.jsonl").write_text("{}\n")
+        written(runs, "first")
         assert await feed.after(1, QUIET_S) == 1
         async with feed.listening():  # the first look is at once
             assert await feed.after(1, WAIT_S) == 2
@@ -96,10 +102,10 @@ async def test_equal_questions_have_one_answer_until_the_run_has_changed(
             go.set()
             assert await asyncio.gather(*asked) == [b"0", b"0", b"0", b"1", b"2", b"2"]
             assert await shared.get("now", "first", read) == b"2"
-            (runs.root / "second" / "metrics.jsonl").write_text("{}\n")
+            written(runs, "second")
             await feed.after(1, WAIT_S)
             assert await shared.get("now", "first", read) == b"2"
-            (runs.root / "first" / "metrics.jsonl").write_text("{}\n")
+            written(runs, "first")
             await feed.after(2, WAIT_S)
             assert await shared.get("now", "first", read) == b"3"
             monkeypatch.setattr(feed_module, "SHARED_S", 0.0)

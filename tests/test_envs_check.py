@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -61,6 +64,16 @@ class Blocks(Good):
     async def reset(self, task):
         time.sleep(0.3)
         return await super().reset(task)
+
+class Computes(Good):
+    async def reset(self, task):
+        sum(range(5 * 10**6))  # and keeps the interpreter's lock
+        return await super().reset(task)
+
+class Waits(Good):
+    async def step(self, message):
+        await asyncio.sleep(0.05)
+        return await super().step(message)
 
 class BlocksForEver(Good):
     async def step(self, message):
@@ -172,6 +185,7 @@ FAULTS = [
     ("Moody", "episodes", "went another way|no tool message answers"),
     ("Shared", "episodes", "episodes that run at once disturb each other"),
     ("Blocks", "event loop", r"the event loop stood still for \d+ ms; .*in_thread"),
+    ("Computes", "event loop", r"the event loop stood still for \d+ ms"),
     ("LeaksFiles", "leaks", r"\d+ open files are left by 8 episodes; release them in close"),
     ("LeaksThreads", "leaks", r"\d+ threads are left by 8 episodes"),
     ("BadSchema", "opening", "the schema of the tool 't' is invalid: 'strin' is not valid"),
@@ -280,15 +294,37 @@ def test_a_broken_row_is_one_line_although_two_checks_meet_it(tmp_path: Path) ->
     ],
 )
 def test_what_blocks_or_ends_its_process_is_named(name: str, check: str, why: str) -> None:
-    before, lines = psutil.Process().children(), list[str]()
+    before, lines = set(psutil.Process().children()), list[str]()  # those of other tests may end meanwhile
     config = PythonEnv(factory=f"faulty:{name}")
     assert not check_environment("env", config, 0, lines.append, silent_s=4.0)
-    assert psutil.Process().children() == before
+    assert set(psutil.Process().children()) <= before
     assert lines[0] == f"env: {name}"
     done = list(CHECKS).index(check)
     assert [line.split()[0] for line in lines[1:]] == ["ok"] * done + ["WRONG"] + ["-"] * (len(CHECKS) - done - 1)
     assert re.search(f"WRONG {check} +{why}", lines[done + 1])
     assert lines[-1].endswith(f"not checked, after {check}")
+
+
+STOPPED = """
+from slipstream.configs.environments import PythonEnv
+from slipstream.envs.check import run_check, subject_of
+subject = subject_of(PythonEnv(factory="faulty:Waits"), 0)
+print("begun", flush=True)
+print(run_check("event loop", subject))
+"""
+
+
+def test_a_process_that_stands_still_as_a_whole_is_not_blocked() -> None:
+    """As on a busy machine. It is stopped in every try."""
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        while process.poll() is None:
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.15)
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+        assert re.fullmatch(r"stood still for \d+ ms at most\n", process.stdout.read())
 
 
 def test_what_cannot_be_checked_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

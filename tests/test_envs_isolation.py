@@ -61,6 +61,10 @@ from slipstream.rpc.security import make_pair
 
 SOON = 60.0
 
+HURRIED = EpisodeLimits(60.0, 1.0, 0.5)
+UNHURRIED = EpisodeLimits(60.0, SOON, 0.5)
+"""In which an episode begins also where its process has to wait for a core."""
+
 PLAYGROUND = """
 import asyncio, ctypes, os, random, threading, time
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task, Tool, ToolSpec, call_tool, in_thread
@@ -204,10 +208,11 @@ async def test_a_process_that_dies_fails_its_episodes_and_is_replaced(text: str,
 async def test_a_call_that_never_returns_is_a_failure_that_says_where_it_was(text: str) -> None:
     """The interpreter's lock is held in C, in the thread of the event loop or in another."""
     source = task_source(playground(isolate=2), "train", 0)
-    part, limits = EnvPart("games", 1.0, source, None), EpisodeLimits(60.0, 1.0, 0.5)
-    guard, other, neighbor = EnvGuard(part, limits, TaskMemo()), await begun(source), await begun(source)
+    part = EnvPart("games", 1.0, source, None)
+    guard, other, neighbor = EnvGuard(part, UNHURRIED, TaskMemo()), await begun(source), await begun(source)
     with guard.calls:
         await guard.reset(await guard.open(0))
+        guard._limits = HURRIED
         started = time.perf_counter()
         with pytest.raises(
             EnvError, match=r"it was in playground.py:\d+ in holds_the_lock, and its process was killed"
@@ -265,7 +270,7 @@ def test_the_pipe_of_a_start_is_closed_once(tmp_path: Path) -> None:
 
 async def test_a_task_that_never_comes_costs_its_process(caplog: pytest.LogCaptureFixture) -> None:
     source = task_source(playground(), "train", 0)
-    guard = EnvGuard(EnvPart("games", 1.0, source, None), EpisodeLimits(60.0, 1.0, 0.5), TaskMemo())
+    guard = EnvGuard(EnvPart("games", 1.0, source, None), HURRIED, TaskMemo())
     (before,) = pids(source)
     with pytest.raises(EnvError, match="task 14"):
         await guard.open(14)
@@ -277,7 +282,8 @@ async def test_a_task_that_never_comes_costs_its_process(caplog: pytest.LogCaptu
         source.task(13)
 
 
-async def test_a_cancelled_call_that_ends_costs_nothing_but_itself() -> None:
+async def test_a_cancelled_call_that_ends_costs_nothing_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.envs.isolation.pool.ANSWER_S", SOON)  # its process may have to wait for a core
     source = task_source(playground(), "train", 0)
     process = pids(source)
     env, other = await begun(source), await begun(source)
@@ -294,7 +300,7 @@ async def test_a_cancelled_call_that_ends_costs_nothing_but_itself() -> None:
 
 async def test_a_tool_that_takes_too_long_is_the_tools_failure() -> None:
     source = task_source(playground(), "train", 0)
-    guard = EnvGuard(EnvPart("games", 1.0, source, None), EpisodeLimits(60.0, 5.0, 0.5), TaskMemo())
+    guard = EnvGuard(EnvPart("games", 1.0, source, None), UNHURRIED, TaskMemo())
     with guard.calls:
         await guard.reset(await guard.open(0))
         call = Message("assistant", "call", (ToolCall("shop", {}, "c0"),))
@@ -532,9 +538,10 @@ async def test_another_host_runs_the_episodes_over_an_encrypted_link(server: Ser
     with pytest.raises(EnvError, match="KeyError: 'Spain'"):
         await env.step(said("raise"))
     part = EnvPart("games", 1.0, source, None)
-    guard = EnvGuard(part, EpisodeLimits(60.0, 1.0, 0.5), TaskMemo())
+    guard = EnvGuard(part, UNHURRIED, TaskMemo())
     with guard.calls:
         await guard.reset(await guard.open(0))
+        guard._limits = HURRIED
         with pytest.raises(
             EnvError, match=r"it was in playground.py:\d+ in holds_the_lock, and its process was killed"
         ):
@@ -668,7 +675,6 @@ async def test_a_call_that_a_worker_cancels_while_its_process_starts_takes_no_ro
 
 
 async def test_episodes_of_a_worker_that_is_gone_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_module, "CLIENT_S", 1.0)
     server = EnvServer({"env": playground()}, "tcp://127.0.0.1:*", None)
     serving = asyncio.create_task(server.serve())
     config = playground(isolate=0, address=server.address)
@@ -677,6 +683,8 @@ async def test_episodes_of_a_worker_that_is_gone_are_closed(tmp_path: Path, monk
     await env.reset(task)
     pool = server.pools["env"]
     assert len(pool._episodes) == 1
+    monkeypatch.setattr(serve_module, "CLIENT_S", 1.0)
+    await in_thread(source.task, 1)  # from this request on
     del source, env  # its connection is closed, its episode is not
     async with asyncio.timeout(SOON):
         while pool._episodes:  # noqa: ASYNC110 - until a process has answered

@@ -15,9 +15,15 @@ from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.samplers import make_samplers
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, query, slipstream, tiny_policy
 
-# A row is solved always, never, or half of the time, by its number; what is answered does not matter.
-REWARD = "import random\n\ndef score(completion, row):\n    return float(random.random() < (0, 0.5, 1)[row['n'] % 3])\n"
 ROWS = 12
+# A row is solved always, never, or every second time, by its number; what is answered does not matter.
+REWARD = f"""import itertools
+
+times = [itertools.count() for _ in range({ROWS})]
+
+def score(completion, row):
+    return (0.0, float(next(times[row["n"]]) % 2), 1.0)[row["n"] % 3]
+"""
 ENV = "env={kind: dataset, path: rows.jsonl, reward: 'my.py:score', evaluation: 0.0}"
 ENGINE = ("rollout.engine.kind=transformers", "learner.backend.device=cpu")
 

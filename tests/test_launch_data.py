@@ -15,7 +15,9 @@ from slipstream.launch.preflight import CHECKS, PreflightCheck
 from slipstream.launch.row_counts import check_row_counts, record_counts, recorded_counts
 from slipstream.launch.run import refuse_changes
 from slipstream.launch.run_inputs import RunInputs
-from slipstream.tests.runs import SMALL, Background, check_accounts, metrics, query, slipstream
+from slipstream.launch.supervisor.factory import BACKEND_FACTORY
+from slipstream.tests.killing_backend import KILLS
+from slipstream.tests.runs import SMALL, check_accounts, metrics, query, slipstream
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "examples" / "own_data" / "train.yaml")
@@ -121,16 +123,15 @@ def tasks_of_groups(run: Path) -> dict[int, str]:
 
 
 @pytest.mark.full
-def test_every_row_is_seen_once_per_epoch_though_worker_and_buffer_are_killed(policy: Path, folder: Path) -> None:
-    """Two epochs of 28 rows (of 30, two are too long) in batches of two groups: 28 steps."""
+def test_every_row_is_seen_once_per_epoch_though_worker_and_buffer_are_killed(
+    policy: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs of 28 rows (of 30, two are too long) in batches of two groups: 28 steps, in four of which the learner kills."""
     run = folder / "run"
+    monkeypatch.setenv(BACKEND_FACTORY, "slipstream.tests.killing_backend:make")
+    monkeypatch.setenv(KILLS, "4:worker-0,7:buffer,11:worker-0,17:buffer")
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *OWN, "learner.steps=28")
-    with Background(*arguments) as going:
-        for step, victim in ((3, "worker-0"), (6, "buffer"), (10, "worker-0"), (16, "buffer")):
-            going.until_step(step)
-            going.kill(victim)
-        output = going.output()
-        assert going.process.returncode == 0, output
+    output = slipstream(*arguments).stdout
     assert output.count("ended with SIGKILL") == 4
     assert {row["step"] for row in metrics(run)} == set(range(1, 29))
     check_accounts(run)

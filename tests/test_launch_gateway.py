@@ -6,7 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, slipstream, tiny_policy
+from slipstream.launch.supervisor.factory import BACKEND_FACTORY
+from slipstream.tests.killing_backend import KILLS
+from slipstream.tests.runs import SMALL, check_accounts, leftovers, metrics, slipstream, tiny_policy
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FAKE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16")
@@ -16,12 +18,10 @@ FAKE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16")
 def test_an_agent_with_an_sdk_trains_and_its_ledger_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, run = tiny_policy(tmp_path / "policy"), tmp_path / "run"
     monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setenv(BACKEND_FACTORY, "slipstream.tests.killing_backend:make")
+    monkeypatch.setenv(KILLS, "2:worker-0")
     options = (f"model.path={policy}", f"run.dir={run}", *SMALL, *FAKE, "learner.steps=5", "evaluation.tasks=4")
-    with Background("train", "quickstart", *options, "agent.kind=openai_agent:solve") as going:
-        going.until_step(1)
-        going.kill("worker-0")
-        output = going.output()
-    assert going.process.returncode == 0, output
+    output = slipstream("train", "quickstart", *options, "agent.kind=openai_agent:solve").stdout
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, 6))
     assert max(row["mismatch_max"] or 0 for row in rows) < 1e-4

@@ -169,6 +169,16 @@ class Replica:
                 await asyncio.sleep(0.02)
         return load
 
+    async def begun(self, requests: Sequence[asyncio.Task[Completion]]) -> None:
+        """Return when all `requests`, and no others, decode, or when one of them has ended: who is late to look sees no other."""
+        decoding = asyncio.create_task(self.running(len(requests)))
+        await asyncio.wait({decoding, *requests}, return_when=asyncio.FIRST_COMPLETED)
+        if not decoding.done():
+            decoding.cancel()
+        await asyncio.wait({decoding})
+        if not decoding.cancelled():
+            decoding.result()
+
     async def close(self) -> None:
         """Leave every group and close the connections; it may be used again, and then pushes by another transport, too."""
         publisher, self._publisher = self._publisher, None

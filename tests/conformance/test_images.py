@@ -136,7 +136,7 @@ async def test_a_push_under_requests_with_images_is_exact(seeing: Replica) -> No
         old = await seeing.push(1)
         await asyncio.gather(*(seeing.generate(one.token_ids, GREEDY, one.images) for one in prompts))
         asked_for = [asyncio.create_task(seeing.generate(one.token_ids, LONG, one.images)) for one in prompts]
-        await seeing.running(len(prompts))
+        await seeing.begun(asked_for)
         new = await seeing.push(0)
         found = await asyncio.gather(*asked_for)
         if any(len(completion.version_spans) > 1 for completion in found):

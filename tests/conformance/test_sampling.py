@@ -6,6 +6,7 @@ import math
 import msgspec
 import pytest
 import torch
+from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.errors import PolicyError
 from slipstream.rollout.engines.base import SamplingParams
@@ -141,8 +142,18 @@ async def test_completions_are_as_long_as_asked_up_to_the_end_of_the_context(rep
 async def test_more_requests_than_the_server_takes_at_once_wait_their_turn(replica: Replica) -> None:
     prompts = [[5 + i, *PROMPTS[i % 8]] for i in range(3 * MAX_CONCURRENT)]
     sampling = SamplingParams(max_tokens=60, temperature=0.0)
-    burst = asyncio.gather(*(replica.generate(prompt, sampling) for prompt in prompts))
+    seen = asyncio.Event()
+
+    async def asked(prompt: list[int]) -> Completion:
+        """Again and again, so that who is late to look sees a queue."""
+        while True:
+            completion = await replica.generate(prompt, sampling)
+            if seen.is_set():
+                return completion
+
+    burst = asyncio.gather(*map(asked, prompts))
     busy = await replica.running(MAX_CONCURRENT, queue=True)
+    seen.set()
     assert 0 < busy.kv_usage <= 1
     for prompt, completion in zip(prompts, await burst, strict=True):
         rows = reference.rows(replica.weights.models[0], prompt, completion)
