@@ -508,7 +508,10 @@ async def test_a_replica_killed_while_it_receives_takes_nobody_with_it(fleet: Fl
         assert all(holds(replica, 1) for replica in healthy)
 
 
-async def test_a_frozen_replica_is_fenced_and_catches_up_when_it_thaws(fleet: Fleet, tmp_path: Path) -> None:
+async def test_a_frozen_replica_is_fenced_and_catches_up_when_it_thaws(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "RETRY_S", 0.2)  # what it was told before it froze may outlast an attempt or two
     async with AsyncExitStack() as stack:
         frozen = (await start(stack, tmp_path, ["frozen"]))[0]
         healthy = LocalReplica("a")
