@@ -7,6 +7,7 @@ the canary; only the server around them is missing. The same against real server
 import asyncio
 import errno
 import os
+import re
 import signal
 import threading
 import time
@@ -255,10 +256,11 @@ async def test_a_late_member_is_fenced_and_its_cohort_goes_on_without_it(fleet: 
     report = await fleet.push(2)
     assert time.monotonic() - began < 8.0 + 10.0
     assert report.pushed == ("a", "c", "d")
-    assert "for b#" in report.failed["b"]
-    assert "to hold version 2 (no ack of rank 0)" in report.failed["b"]
+    late = report.failed["b"]
+    # Of a loop that stood still the deadline of the whole attempt passes together with that of the transfer.
+    assert re.search(r"for b#.* to hold version 2 \(no ack of rank 0\)|waited .* s for b; see the servers' logs$", late)
     assert holds(replicas[1], 1)  # goes on with what it has, and is not paused
-    assert fleet.reported[4:] == [("a", 2), ("b", report.failed["b"]), ("c", 2), ("d", 2)]
+    assert fleet.reported[4:] == [("a", 2), ("b", late), ("c", 2), ("d", 2)]
     replicas[1].times = 0  # type: ignore[attr-defined]
     assert (await fleet.push(3)).pushed == ("a", "c", "d")  # fenced until it is proven
     caught_up = await fleet.publisher.catch_up()
