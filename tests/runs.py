@@ -113,6 +113,11 @@ class Background:
     def until_step(self, step: int) -> None:
         self.until(lambda: any(row["step"] >= step for row in metrics(self.run_dir)), f"step {step}")
 
+    def until_event(self, text: str, times: int = 1) -> None:
+        """Wait until the supervisor has reported it so often."""
+        log = self.run_dir / "logs" / "supervisor.log"
+        self.until(lambda: log.exists() and log.read_text().count(text) >= times, f"event {text!r}")
+
     def kill(self, role: str) -> None:
         found: dict[str, psutil.Process] = {}
 

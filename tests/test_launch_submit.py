@@ -475,7 +475,7 @@ def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(gated: None, 
         f"model.path={policy}",
         f"run.dir={run}",
         "rollout.engine.kind=transformers",
-        "learner.steps=10",
+        "learner.steps=15",
     )
     pods = ("--image=image", f"--volume=runs:{tmp_path}", "--nodes=2", "--time=01:00:00", "--out=job.yaml")
     done = command("k8s", "quickstart", *keys, *pods, cwd=tmp_path)
@@ -490,6 +490,6 @@ def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(gated: None, 
     with kuberay.attempt(output) as (driver, _):
         assert driver.wait(WAIT_S) == 0, output.read_text()[-5000:]
     assert f"resumes {run}" in output.read_text()
-    assert max(row["step"] for row in metrics(run)) == 10
+    assert max(row["step"] for row in metrics(run)) == 15
     check_accounts(run)
     assert leftovers(run) == []

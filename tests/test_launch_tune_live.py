@@ -31,7 +31,7 @@ def test_what_explain_promises_is_what_live_tuning_gives_and_the_command_ends_wi
     make_policy(model, "1M")
     for name, value in environment_of(LAW).items():
         monkeypatch.setenv(name, value)
-    settings = settings_of(LAW, 0, model) | {"run.dir": run, "learner.steps": 400}
+    settings = settings_of(LAW, 0, model) | {"run.dir": run, "learner.steps": 1_000_000}
     words = ("train", PRESET, *PLAIN, *(f"{key}={value}" for key, value in settings.items()))
     command = [sys.executable, "-m", "slipstream.launch.cli", "tune", str(run), "--live"]
     command += ["--over", "buffer.max_staleness=0,1"]

@@ -235,6 +235,8 @@ async def test_a_joiner_that_never_answers_does_not_delay_a_step(
     publish = bench.publisher.publish
 
     async def then_join(version: int, *arguments):
+        if version == 2:
+            await until(lambda: wedged.call_log)  # the attempt to reach it, which this version cancels
         report = await publish(version, *arguments)
         if version == 1:
             bench.publisher.update([serving, wedged])
@@ -280,23 +282,31 @@ async def test_a_joiner_that_needs_longer_than_the_grace_gets_one_push_to_itself
     """Batches are always ready. One that takes its weights within `push_s` serves; one that never does is reported."""
     monkeypatch.setattr(publishing, "RETRY_S", 0.0)
     monkeypatch.setattr(publishing, "GRACE_SHARE", 0.001)  # of 20 s
-    attempts = itertools.count()
+    asked = 0
 
     class Slow(LocalReplica):
         async def receive_weights(self, plan: TransferPlan) -> None:
-            next(attempts)
+            nonlocal asked
+            asked += 1
             await asyncio.sleep(1000 if stuck else 0.5)
             await super().receive_weights(plan)
 
     serving, joiner = LocalReplica("serving"), Slow("joiner")
     bench = Bench(tmp_path, serving, push_s=5.0 if stuck else 20.0)
     benches.append(bench)
-    bench.buffer.batch_in = 0.1  # an attempt asks the joiner before a version cancels it
     bench.fleet_from_version_1(serving, joiner)
+    take_plan = bench.buffer.take_plan
+
+    async def after_an_attempt(version: int, deadline_s: float) -> BatchPlan[BatchRow]:
+        # An attempt asks the joiner before the next version cancels it.
+        await until(lambda: asked >= min(version, publishing.CANCELLED_MOST + 1))
+        return await take_plan(version, deadline_s)
+
+    bench.buffer.take_plan = after_an_attempt  # type: ignore[method-assign]
     lost = list[str]()
     bench.publisher._on_lost = lambda name, reason: lost.append(f"{name}: {reason}")
     await bench.run()
-    assert next(attempts) > publishing.CANCELLED_MOST
+    assert asked > publishing.CANCELLED_MOST
     assert serving.served == STEPS
     assert (joiner.served is None, len(lost)) == ((True, 1) if stuck else (False, 0)), lost
 

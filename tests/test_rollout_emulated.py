@@ -111,13 +111,13 @@ async def test_a_server_that_drains_ends_what_it_decodes_before_it_pauses(
     try:
         await server.wait_ready()
         async with client(server) as engine:
-            decoding = asyncio.create_task(engine.generate([1, 2, 3], SamplingParams(40)))
+            decoding = asyncio.create_task(engine.generate([1, 2, 3], SamplingParams(100)))  # for two seconds
             async with asyncio.timeout(20):
                 while not (await engine.get_load()).running:  # noqa: ASYNC110  (only polling shows it)
                     await asyncio.sleep(0.01)
                 await engine.pause("recompute")
                 completion = await decoding
-            assert len(completion.token_ids) == 40
+            assert len(completion.token_ids) == 100
             assert completion.finish_reason == "length"
             assert (await engine.get_load()).running == 0
             assert len(await engine.score([1, 2, 3])) == 2  # by the model, while it is paused

@@ -264,7 +264,7 @@ def test_a_check_of_long_replies_costs_little() -> None:
     done = Completion(tuple(range(n)), (-0.5,) * n, (VersionSpan(0, n, 3),), "length")
     times = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         check_completion("a", done, SamplingParams(n), n, 3)
-        times.append(time.perf_counter() - started)
+        times.append(time.thread_time() - started)
     assert min(times) < 1e-6 * n

@@ -143,7 +143,7 @@ async def test_replies_to_one_connection_travel_together_in_their_order() -> Non
 async def test_silence_is_a_named_wait_and_ends_at_the_deadline(address: str) -> None:
     with client_of(address) as client:
         asked = asyncio.create_task(client.request(add(1), Sum, 0.3))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # it has begun, and waits
         (wait,) = [wait for wait in current_waits() if wait.who == "a caller"]
         assert (wait.waits_for, wait.deadline_s) == ("the adder's answer to Add", 0.3)
         with pytest.raises(

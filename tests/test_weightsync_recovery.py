@@ -148,7 +148,7 @@ async def test_requests_run_through_a_rolling_push(
 ) -> None:
     with publishing(tmp_path, *engines) as publisher:
         old = (await push(publisher, folders[0], models[0])).version
-        long = SamplingParams(max_tokens=800)
+        long = SamplingParams(max_tokens=1000)
         running = [asyncio.create_task(e.generate(PROMPT, long, version=old)) for e in engines]
         await asyncio.gather(*(e.generate(PROMPT, GREEDY, version=old) for e in engines))
         report = await push(publisher, folders[1], models[1])
@@ -156,7 +156,7 @@ async def test_requests_run_through_a_rolling_push(
         completions: list[Completion] = await asyncio.wait_for(asyncio.gather(*running), 60)
         for completion in completions:
             assert [span.version for span in completion.version_spans] == [old, report.version]
-            assert len(completion.token_ids) == 800
+            assert len(completion.token_ids) == 1000
         for engine in engines:
             assert await serves(engine, models[1], report.version)
 
