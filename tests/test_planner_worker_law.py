@@ -70,7 +70,7 @@ def test_a_worker_takes_longer_beside_the_learner_by_its_own_contention(slower: 
     clock.run(lambda: len(ended) == 600)
     gaps, kinds = np.array([(began, end) for (began, _), end in ended.items()]), np.array([kind for _, kind in ended])
     worker = WorkerSpans(frozenset(), gaps, kinds, NEVER)
-    assert worker_contention([worker], np.array(steps)) == pytest.approx(slower, abs=0.1)
+    assert worker_contention([worker], np.array(steps)) == pytest.approx(slower, abs=0.15)
     assert worker_contention([worker], NEVER) == 1.0
     assert worker_contention([], np.array(steps)) == 1.0
 
@@ -105,20 +105,19 @@ def test_gaps_are_read_from_the_spans_of_a_worker(tmp_path: Path) -> None:
     assert spans.steps.tolist() == [[105, 106]]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_push_waits_for_steps_of_the_replicas(replicas: int) -> None:
-    """0.1 s alone, and five steps."""
+@pytest.mark.parametrize(("replicas", "most"), [(1, 8), (2, 8), (1, 4)])
+def test_a_push_waits_for_steps_of_the_replicas(replicas: int, most: int) -> None:
+    """0.1 s alone, and five steps of at most so many sequences; the others queue."""
     decode = DecodeCurve(((1.0, 0.01), (4.0, 0.02), (8.0, 0.025)))
     numbers = [0, 3, 6, 2, 8, 5, 1]
     turns, published = list[tuple[float, ...]](), list[tuple[float, float]]()
     for at, number in enumerate(numbers):
         turns += [(at - 0.5, at, at + 0.9, 10, 5, 0)] * number
-        published.append((at, at + 0.1 + 5 * decode.under_way_s(number)))
+        published.append((at, at + 0.1 + 5 * decode.under_way_s(min(number, most))))
     replica = ReplicaSpans(np.array(turns), NEVER)
     spans = RunSpans((), (replica,) * replicas, (), np.array(published), {}, NEVER)
-    steps, slowed = _push_steps(spans, decode, 8)
+    steps, slowed = _push_steps(spans, decode, most)
     assert steps == pytest.approx(5)
-    assert slowed == pytest.approx(1 + 5 * np.mean([decode.under_way_s(number) for number in numbers]) / 0.1)
+    assert slowed == pytest.approx(1 + 5 * np.mean([decode.under_way_s(min(number, most)) for number in numbers]) / 0.1)
     same = msgspec.structs.replace(spans, published=np.array([(at, at + 0.2) for at in range(len(numbers))]))
-    assert _push_steps(same, decode, 8) == pytest.approx((0.0, 1.0))
-    assert _push_steps(spans, decode, 1) == pytest.approx((0.0, 1.0))  # one is in a step, however many queue
+    assert _push_steps(same, decode, most) == pytest.approx((0.0, 1.0))
