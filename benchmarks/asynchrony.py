@@ -116,6 +116,7 @@ def _hand_overs(profile: RunProfile, folder: Path, law: EmulatedLaw) -> HandOver
         profile.push.cohort_s,
         profile.push.pause_s,
         profile.push.canary_s,
+        profile.push.steps,
         profile.engine.request_steps,
         profile.learner.take_s + mean(beyond),
         profile.deliver_s + mean(began),

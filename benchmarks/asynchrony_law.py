@@ -75,7 +75,9 @@ class EmulatedLaw(msgspec.Struct, frozen=True):
             environments=(self.episodes,),
             engine=EngineProfile(curve, law.prefill_s, request_steps=measured.request_steps, block=BLOCK),
             learner=LearnerProfile((self.seconds_per_token,), take_s=measured.take_s),
-            push=PushProfile(measured.cohort_s, measured.pause_s, measured.once_s, measured.canary_s),
+            push=PushProfile(
+                measured.cohort_s, measured.pause_s, measured.once_s, measured.canary_s, measured.push_steps
+            ),
             deliver_s=measured.deliver_s,
         )
 
@@ -91,6 +93,7 @@ class HandOvers(msgspec.Struct, frozen=True):
     cohort_s: float
     pause_s: float
     canary_s: float
+    push_steps: float
     request_steps: float
     take_s: float  # with what a step takes beyond its law
     deliver_s: float  # with what an episode takes before its first request

@@ -108,7 +108,9 @@ class SimulatedReplica:
         return len(self._processor.jobs) + len(self._queue) + len(self._on_the_way)
 
     def load(self) -> EngineLoad:
-        return EngineLoad(len(self._processor.jobs), len(self._queue), 0.0)
+        """As a server has it: while it is paused, what it decoded waits."""
+        running = 0 if self._paused else len(self._processor.jobs)
+        return EngineLoad(running, len(self._processor.jobs) - running + len(self._queue), 0.0)
 
     def submit(self, request: SimulatedRequest) -> None:
         request.replica = self

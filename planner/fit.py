@@ -33,7 +33,7 @@ from .profile import EngineProfile, LearnerProfile, PushProfile, RunProfile, set
 from .records import Groups, RunRecords
 from .replica_law import replica_law
 from .run_spans import RunSpans, read_run_spans, under_way
-from .worker_law import WorkerLoad, worker_loads
+from .worker_law import WorkerLoad, worker_contention, worker_loads
 from .workload import EpisodeShape, Observed, TurnShape
 
 LEAST_STEPS = 5  # that a profile needs, besides those in which the run fills up
@@ -81,7 +81,10 @@ def fit_profile(run: RunRecords, *, resumable: bool = True) -> RunProfile:
     episode_s = float(np.mean([_ended(episode) - start for episode, start in zip(episodes, began, strict=True)]))
     measured = figures_of_rows(rows, episode_s)
     engine, slowed = _engine(config, spans, groups, measured, replicas)
-    loads = worker_loads(spans.workers, spans.steps, engine.contention) if engine.source == "recorded" else {}
+    slowed_worker, loads = 1.0, dict[str, WorkerLoad]()
+    if engine.source == "recorded":
+        slowed_worker = worker_contention(spans.workers, spans.steps)
+        loads = worker_loads(spans.workers, spans.steps, slowed_worker)
     profile = RunProfile(
         settings=settings_of(config) | {"rollout.engine.replicas": replicas},
         environments=_environments(config, groups, times.leased, loads),
@@ -89,10 +92,11 @@ def fit_profile(run: RunRecords, *, resumable: bool = True) -> RunProfile:
         learner=_learner(config, rows, spans, times, slowed),
         push=PushProfile(0.0, 0.0),
         deliver_s=_deliver_s(episodes, times.delivered),
+        worker_contention=slowed_worker,
         greedy=plays_greedily(config.learner.algorithm),
         measured=measured,
     )
-    push = _push(rows, spans, SimulationPlan.of(profile).cohorts, engine.decode)
+    push = _push(rows, spans, SimulationPlan.of(profile), engine.decode)
     profile = msgspec.structs.replace(profile, push=push)
     return scaled_to_episodes(profile) if profile.engine.source == "fitted" else profile
 
@@ -206,9 +210,10 @@ def _engine(
     return found, 1 / (1 - law.beside + law.beside / law.contention)
 
 
-def _push(rows: Sequence[Row], spans: RunSpans, cohorts: int, decode: DecodeCurve) -> PushProfile:
+def _push(rows: Sequence[Row], spans: RunSpans, plan: SimulationPlan, decode: DecodeCurve) -> PushProfile:
     """What is not of a cohort happens once: weights are gathered, a checkpoint is written now and then."""
-    steps, slowed = _push_steps(spans, decode)
+    cohorts = plan.cohorts
+    steps, slowed = _push_steps(spans, decode, plan.max_concurrent)
     steps /= cohorts
     push_s = float(np.mean([row["push_s"] for row in rows])) / slowed
     pause_s = float(np.mean([row["pause_ms"] for row in rows])) / 1e3 / slowed
@@ -221,16 +226,17 @@ def _push(rows: Sequence[Row], spans: RunSpans, cohorts: int, decode: DecodeCurv
     return PushProfile(cohort_s, pause_s, push_s - cohorts * cohort_s, min(canary_s, cohort_s - pause_s), steps)
 
 
-def _push_steps(spans: RunSpans, decode: DecodeCurve) -> tuple[float, float]:
+def _push_steps(spans: RunSpans, decode: DecodeCurve, max_concurrent: int) -> tuple[float, float]:
     """Decode steps that a push waits for, and how many times as long the run's pushes took as they do beside idle replicas: the
-    straight line of least squares through the seconds of all pushes by those of a step under way, as a mean over the push."""
+    straight line of least squares through the seconds of all pushes by those of a step under way, as a mean over the push. Of a
+    replica's requests at most `max_concurrent` are in a step."""
     published = spans.published
     if len(published) < LEAST_STEPS or not spans.replicas:
         return 0.0, 1.0
     at = np.linspace(published[:, 0], published[:, 1], LOOKS, axis=1)
     step_s = np.zeros(len(published))
     for replica in spans.replicas:
-        running = under_way(replica.turns[:, 0], replica.turns[:, 2], at)
+        running = np.minimum(max_concurrent, under_way(replica.turns[:, 0], replica.turns[:, 2], at))
         by_number = np.array([decode.under_way_s(n) for n in range(int(running.max()) + 1)])
         step_s += by_number[running].mean(axis=1)
     step_s /= len(spans.replicas)

@@ -28,7 +28,8 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     prefill_s: float
     block: int  # tokens of a block of the prefix cache
     request_steps: float  # decode steps that a request waits for
-    contention: float  # how many times as long replicas and workers take while the learner computes
+    contention: float  # how many times as long replicas take while the learner computes
+    worker_contention: float  # the same of workers
     learner_contention: float  # how many times as long steps take beside replicas that work
     replicas: int
     max_concurrent: int
@@ -73,6 +74,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             block=profile.engine.block,
             request_steps=profile.engine.request_steps,
             contention=profile.engine.contention,
+            worker_contention=profile.worker_contention,
             learner_contention=learner.contention,
             replicas=engine.count,
             max_concurrent=engine.max_concurrent,
@@ -103,8 +105,9 @@ class SimulationPlan(msgspec.Struct, frozen=True):
         return self.once_s + self.cohorts * self.cohort_s
 
     def push_slowness(self, in_flight: float) -> float:
-        """How many times as long a push takes while each replica has so many requests."""
-        waits_s = self.cohorts * self.push_steps * self.decode.under_way_s(in_flight)
+        """How many times as long a push takes while each replica has so many requests; those that queue there are in no step."""
+        step_s = self.decode.under_way_s(min(in_flight, self.max_concurrent))
+        waits_s = self.cohorts * self.push_steps * step_s
         return 1 + waits_s / self.push_s if self.push_s else 1.0
 
     @property

@@ -23,7 +23,7 @@ from .figures import RunFigures
 from .workload import Seconds, Workload
 
 PROFILE = "profile.json"  # in the folder of a run
-FORMAT = 2  # raise it when a field changes its meaning
+FORMAT = 3  # raise it when a field changes its meaning
 # Any preset, with an advantage that allows groups of every size and of equal rewards: `load` checks settings as it checks those of
 # a config, and a simulation reads no other key of it. What the algorithm of a run allows is for the run's own config to say.
 BASE, ANY_ADVANTAGE = "quickstart", 'learner.algorithm.advantage={kind: python, function: "any:advantage"}'
@@ -84,16 +84,22 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running: float = 0.0  # sequences that ran at once, on average
     # Decode steps, of as many sequences as the replica has requests, from a request to the step that makes its first token.
     request_steps: Annotated[float, Meta(ge=0)] = 0.0
-    # How many times as long a replica and a worker take while the learner computes: they share a host's cores. All other times are
-    # those of a replica beside which the learner does not compute.
+    # How many times as long a replica takes while the learner computes: they share a host's cores. All other times are those of a
+    # replica beside which the learner does not compute.
     contention: Annotated[float, Meta(ge=1)] = 1.0
     block: Annotated[int, Meta(ge=1)] = 1  # prefixes are cached in whole blocks of so many tokens
+
+
+class _Format(msgspec.Struct):
+    """Of a file all of whose other keys may be of another release."""
+
+    format: object = FORMAT
 
 
 class RunProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module. `measured` are the figures of the run, from which a simulation of the run itself should not differ."""
 
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
     settings: dict[str, bool | int | str]
     environments: Annotated[tuple[Workload, ...], Meta(min_length=1)]
     engine: EngineProfile
@@ -101,6 +107,9 @@ class RunProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     push: PushProfile
     # From the end of an episode until its slot is free and its group counts: the way to the buffer's disk.
     deliver_s: Seconds = 0.0
+    # How many times as long a worker computes for an episode while the learner computes. It is not the contention of replicas: the
+    # one thread of a worker waits for a core whenever the threads of the learner and of the servers have them all.
+    worker_contention: Annotated[float, Meta(ge=1)] = 1.0
     greedy: bool = False  # one member of each group is the baseline of the others
     measured: RunFigures | None = None
 
@@ -144,13 +153,20 @@ def known(keys: Sequence[str] | dict[str, bool | int | str]) -> None:
 def read_profile(path: Path) -> RunProfile:
     """Raises ConfigError where the file is not a profile."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunProfile)
+        data = path.read_bytes()
+        format = msgspec.json.decode(data, type=_Format).format
+        if format == FORMAT:
+            return msgspec.json.decode(data, type=RunProfile)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: settings: {error}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a profile of a run: {error}") from None
+    raise ConfigError(
+        f"{path}: format: {format!r} is another release's, this one reads {FORMAT}; `slipstream simulate RUN` writes that "
+        "of its run again"
+    )
 
 
 def write_profile(profile: RunProfile, path: Path) -> None:

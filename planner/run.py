@@ -221,17 +221,17 @@ class SimulatedRun:
     def _step(self) -> None:
         if self._fleet.works:
             self._step_s *= self.plan.learner_contention
-        self._slow(self.plan.contention)
+        self._slow(self.plan.contention, self.plan.worker_contention)
         self._clock.after(self._step_s, self._commit)
 
-    def _slow(self, slowness: float) -> None:
-        """Replicas and workers take `slowness` times as long from now on."""
-        self._fleet.slow(slowness)
+    def _slow(self, replicas: float = 1.0, workers: float = 1.0) -> None:
+        """Replicas and workers take so many times as long from now on."""
+        self._fleet.slow(replicas)
         for worker in self._workers:
-            worker.slow(slowness)
+            worker.slow(workers)
 
     def _commit(self) -> None:
-        self._slow(1.0)
+        self._slow()
         self.replay.commit(self.replay.version)
         self.replay.table.drain()
         self._stepped_at = self._clock.now

@@ -23,6 +23,11 @@ from ..common.spans import Span
 from ..monitor.timeline import read_series, read_spans
 
 TURNS = 50_000  # the newest of each worker: more say nothing new about a replica
+GAPS = BEFORE, BETWEEN, AFTER = (
+    0,
+    1,
+    2,
+)  # of an episode, where it is between completions: the first, one of others, the last
 LEARNER = "learner-0"  # the rank that pushes
 Floats = NDArray[np.float64]
 
@@ -47,10 +52,12 @@ class ReplicaSpans(msgspec.Struct, frozen=True):
 
 class WorkerSpans(msgspec.Struct, frozen=True):
     """What one worker did for the newest `episodes`: float64[N, 2], from when to when an episode was between its completions,
-    before the first or after the last; and float64[M, 2], times and the seconds of CPU that its process had used until then."""
+    before the first or after the last; int64[N], which of `GAPS` each of these is; and float64[M, 2], times and the seconds of CPU
+    that its process had used until then."""
 
     episodes: frozenset[str]
     gaps: Floats
+    kinds: NDArray[np.int64]
     cpu: Floats
 
 
@@ -137,14 +144,17 @@ def _workers(
                 turns.setdefault(str(span.ids["episode"]), []).append((span.t0, span.t1))
         gaps = [gap for episode, (t0, t1) in whole.items() for gap in _gaps(t0, t1, sorted(turns.get(episode, ())))]
         if gaps:
-            found.append(WorkerSpans(frozenset(whole), np.array(gaps), np.array(cpu.get(role, ())).reshape(-1, 2)))
+            times, kinds = np.array([gap[:2] for gap in gaps]), np.array([gap[2] for gap in gaps])
+            found.append(WorkerSpans(frozenset(whole), times, kinds, np.array(cpu.get(role, ())).reshape(-1, 2)))
     return tuple(found)
 
 
-def _gaps(t0: float, t1: float, turns: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of an episode from `t0` to `t1`, where it had no completion under way."""
+def _gaps(t0: float, t1: float, turns: Sequence[tuple[float, float]]) -> list[tuple[float, float, int]]:
+    """Of an episode from `t0` to `t1`, where it had no completion under way, and which of `GAPS` that was."""
     edges = [t0, *(edge for turn in turns for edge in turn), t1]
-    return [(since, until) for since, until in zip(edges[::2], edges[1::2], strict=True) if until > since]
+    kinds = [BEFORE, *[BETWEEN] * (len(turns) - 1), AFTER] if turns else [BEFORE]
+    found = zip(edges[::2], edges[1::2], kinds, strict=True)
+    return [(since, until, kind) for since, until, kind in found if until > since]
 
 
 def _replicas(

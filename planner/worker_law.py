@@ -6,20 +6,26 @@ of them gets the n-th part of the loop, so that the loop did for one of them
 
     work  =  integral over its time of  dt / (n(t) s(t))
 
-with s, the contention, how many times as long it takes while the learner of the same host computes (`replica_law`). Summed over all
-episodes this is the time in which any of them was between completions; of it the loop computed the share that its CPU time says.
-That share of an episode's time is work, the rest is waiting.
+with s, the contention, how many times as long it takes while the learner of the same host computes. Summed over all episodes this
+is the time in which any of them was between completions; of it the loop computed the share that its CPU time says. That share of an
+episode's time is work, the rest is waiting.
+
+The contention is a worker's own. It is the number under which the loop did as much work beside the learner's steps as it had done
+for those that it let go then, each with the mean work of its kind: before the first completion, between two, after the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from .run_spans import Floats, WorkerSpans, under_way
+from .run_spans import GAPS, Floats, WorkerSpans, under_way
 
 BUSY = 1.5  # seconds in which a loop has work per second of its CPU time, at most: on full cores a process waits for its turn
+
+
+CONTENTIONS = np.arange(1.0, 4.05, 0.1)  # that are tried
 
 
 class WorkerLoad:
@@ -43,10 +49,47 @@ class WorkerLoad:
         return round((1 - self.share) * seconds, 5), round(self.share * max(0.0, work), 6)
 
 
-def worker_loads(workers: Sequence[WorkerSpans], steps: Floats, contention: float) -> Mapping[str, WorkerLoad]:
+def worker_loads(workers: Sequence[WorkerSpans], steps: Floats, contention: float) -> dict[str, WorkerLoad]:
     """Episode -> the load of the worker that played it."""
     found: dict[str, WorkerLoad] = {}
     for spans in workers:
         load = WorkerLoad(spans, steps, contention)
         found |= dict.fromkeys(spans.episodes, load)
     return found
+
+
+def worker_contention(workers: Sequence[WorkerSpans], steps: Floats) -> float:
+    """How many times as long workers compute while the learner does; 1 where nothing says so. `steps`: float64[K, 2]."""
+    loops = [_Loop(spans, steps) for spans in workers]
+    known = [loop for loop in loops if loop.beside.any() and not loop.beside.all()]
+    if not known:
+        return 1.0
+    missed = [sum(loop.missed_s(contention) for loop in known) for contention in CONTENTIONS.tolist()]
+    return round(float(CONTENTIONS[int(np.argmin(np.abs(missed)))]), 2)
+
+
+class _Loop:
+    """What one worker did. `beside`: bool[N], whether an episode was let go while the learner computed."""
+
+    def __init__(self, spans: WorkerSpans, steps: Floats) -> None:
+        began, self._ended = spans.gaps.T
+        self._began, self._kinds = began, spans.kinds
+        inside = np.clip(steps, began.min(), self._ended.max())
+        self.beside = under_way(inside[:, 0], inside[:, 1], self._ended) > 0
+        self._at = np.unique(np.concatenate([began, self._ended, inside.ravel()]))
+        since = self._at[:-1]
+        self._between = under_way(began, self._ended, since)
+        self._seconds = np.where(self._between > 0, np.diff(self._at), 0.0)
+        self._stepping = under_way(inside[:, 0], inside[:, 1], since) > 0
+
+    def missed_s(self, contention: float) -> float:
+        """Seconds of work beside the learner that this contention has too many, or, below 0, too few."""
+        alone = np.where(self._stepping, self._seconds / contention, self._seconds)
+        upto = np.concatenate([[0.0], np.cumsum(alone / np.maximum(1, self._between))])
+        work = np.interp(self._ended, self._at, upto) - np.interp(self._began, self._at, upto)
+        let_go = 0.0
+        for kind in GAPS:
+            mine = self._kinds == kind
+            if mine.any():
+                let_go += float(work[mine].mean()) * int(self.beside[mine].sum())
+        return float(alone[self._stepping].sum()) - let_go

@@ -20,7 +20,7 @@ from slipstream.planner.worker import PlayedEpisode
 from slipstream.planner.workload import Lognormal, TurnShape
 from slipstream.rollout.engines.fake.law import EngineLaw
 
-SYSTEM = HandOvers(0.05, 0.1, 0.05, 0.02, 1.0, 0.05, 0.02)
+SYSTEM = HandOvers(0.05, 0.1, 0.05, 0.02, 2.0, 1.0, 0.05, 0.02)
 FIGURES = simulate(SimulationPlan.of(ANSWERS.profile(0, SYSTEM)), 2).figures
 
 
@@ -88,7 +88,7 @@ def test_rows_are_measured_over_synchronous_and_predicted_over_measured() -> Non
     assert errors.title.endswith(", 10.0% off at most")
     assert errors.rows[1].note.startswith("-3.7%, learner waits ")
     assert [row.ratio for row in errors.rows] == pytest.approx([1.1, 231 / 240])
-    assert HandOvers.mean([SYSTEM, HandOvers(*[1.05] * 7)]).once_s == pytest.approx(0.55)
+    assert HandOvers.mean([SYSTEM, HandOvers(*[1.05] * 8)]).once_s == pytest.approx(0.55)
 
 
 def test_all_runs_of_a_law_differ_in_nothing_but_the_bound_and_how_a_push_meets_requests() -> None:

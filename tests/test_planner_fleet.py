@@ -36,3 +36,5 @@ def test_a_push_takes_longer_by_the_decode_steps_that_it_waits_for() -> None:
     step_s = TRUTH.engine.decode.under_way_s(8.0)
     assert plan.push_slowness(0.0) == 1.0
     assert plan.push_s * plan.push_slowness(8.0) == pytest.approx(0.05 + plan.cohorts * (0.15 + 6 * step_s))
+    queued = msgspec.structs.replace(plan, max_concurrent=8)
+    assert queued.push_slowness(12.0) == queued.push_slowness(8.0) < plan.push_slowness(12.0)

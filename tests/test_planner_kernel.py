@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from slipstream.planner.engine import DecodeCurve, SimulatedReplica, SimulatedRequest
 from slipstream.planner.kernel import SharedProcessor, VirtualClock
+from slipstream.rollout.concurrency import EngineLoad
 
 
 def finished(clock: VirtualClock, processor: SharedProcessor[str], ended: dict[str, float]) -> dict[str, float]:
@@ -121,6 +122,17 @@ def test_a_request_waits_for_steps_of_all_requests_and_one_that_is_cancelled_on_
     clock.run(lambda: len(done) == 2)
     assert done == [first, third]
     assert (second.counts, clock.now) == ({}, 4 * 2.0 + 2 * 1.5 + 2 * 1.0)  # the first begins at 4, the third at 8
+
+
+def test_the_load_of_a_replica_that_is_paused_is_no_congestion() -> None:
+    clock, done = VirtualClock(), list[SimulatedRequest]()
+    replica = SimulatedReplica(clock, "engine-0", DecodeCurve(((1.0, 1.0),)), 0.0, 8, recompute=True)
+    replica.submit(SimulatedRequest(0, 0, 4, done.append))
+    replica.pause()
+    replica.submit(SimulatedRequest(0, 0, 4, done.append))
+    assert replica.load() == EngineLoad(0, 2, 0.0)  # what a worker takes for a pause, see `Concurrency.observe`
+    replica.swap(1)
+    assert replica.load() == EngineLoad(2, 0, 0.0)
 
 
 def test_what_is_not_cached_in_whole_blocks_is_prefilled_and_what_runs_at_a_swap_again() -> None:

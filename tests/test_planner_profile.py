@@ -207,7 +207,10 @@ def test_the_time_between_two_completions_is_that_of_the_first() -> None:
         ({"environments": [{"kind": "lognormal", "mean": 0, "sigma": 1, "most": 5}]}, r"environments\[0\].mean"),
         ({"environments": [{"kind": "observed", "groups": [[[0.0, 5, []]]]}]}, "length >= 1"),
         ({"engine": {"decode": {"points": [[0, 0]]}}}, "decode curve needs"),
-        ({"format": 1}, "format"),
+        (
+            {"format": 2, "push": {"beside_s": 1}},
+            "format: 2 is another release's, this one reads 3; `slipstream simulate RUN`",
+        ),
         ({"colour": 1}, "colour"),
     ],
     ids=str,

@@ -117,6 +117,20 @@ def test_a_worker_computes_for_one_episode_at_a_time(turn_s: float, start_s: flo
     assert longer == pytest.approx(32 / workers * (turn_s + start_s), rel=0.02)
 
 
+def test_a_worker_is_slower_while_the_learner_computes() -> None:
+    """At a bound of 0 none works then."""
+    alike = (EpisodeShape(1.0, 300, (TurnShape(0, 300, 0.0, 0.02),), 0, 0.0, 0.02),) * 4
+
+    def episode_s(bound: int, contention: float) -> float:
+        plan = plan_of(Observed((alike,)), buffer__max_staleness=bound)
+        found = simulate(msgspec.structs.replace(plan, worker_contention=contention), 20).figures.episode_s
+        assert found is not None
+        return found
+
+    assert episode_s(0, 3.0) == episode_s(0, 1.0)
+    assert episode_s(2, 3.0) > episode_s(2, 1.0) + 0.1
+
+
 def test_on_shared_cores_both_sides_are_slower_where_both_work() -> None:
     """At a bound of 0 they take turns. Beyond, the learner is the limit: its steps take twice as long, its pushes do not, since
     all that the bound allows has been played when they begin."""

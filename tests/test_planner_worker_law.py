@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from slipstream.planner.engine import DecodeCurve
 from slipstream.planner.fit import _push_steps
-from slipstream.planner.run_spans import ReplicaSpans, RunSpans, WorkerSpans, read_run_spans
-from slipstream.planner.worker_law import BUSY, WorkerLoad, worker_loads
+from slipstream.planner.kernel import ONE_AT_A_TIME, SharedProcessor, VirtualClock
+from slipstream.planner.run_spans import AFTER, BEFORE, BETWEEN, ReplicaSpans, RunSpans, WorkerSpans, read_run_spans
+from slipstream.planner.worker_law import BUSY, WorkerLoad, worker_contention, worker_loads
 
 NEVER = np.zeros((0, 2))
 
 
 def load_of(*gaps: tuple[float, float], cpu: float, steps: object = NEVER, contention: float = 1.0) -> WorkerLoad:
     """Of a worker whose process used `cpu` seconds from 0 to 10."""
-    spans = WorkerSpans(frozenset({"e"}), np.array(gaps), np.array([(0.0, 5.0), (10.0, 5.0 + cpu)]))
+    kinds = np.full(len(gaps), BETWEEN)
+    spans = WorkerSpans(frozenset({"e"}), np.array(gaps), kinds, np.array([(0.0, 5.0), (10.0, 5.0 + cpu)]))
     return WorkerLoad(spans, np.array(steps, dtype=np.float64).reshape(-1, 2), contention)
 
 
@@ -46,11 +48,31 @@ def test_episodes_that_wait_for_slow_tools_are_no_work_of_the_loop() -> None:
 
 
 def test_without_its_cpu_time_all_is_waiting() -> None:
-    spans = WorkerSpans(frozenset({"a", "b"}), np.array([(0.0, 2.0)]), np.zeros((0, 2)))
+    spans = WorkerSpans(frozenset({"a", "b"}), np.array([(0.0, 2.0)]), np.array([BETWEEN]), np.zeros((0, 2)))
     loads = worker_loads([spans], NEVER, 1.0)
     assert loads.keys() == {"a", "b"}
     assert loads["a"].split(0, 2) == (2.0, 0.0)
     assert loads["a"].split(3, 2) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.5])
+def test_a_worker_takes_longer_beside_the_learner_by_its_own_contention(slower: float) -> None:
+    """Episodes come every 0.2 s; the loop, which they share, works for 0.1 s before a completion and for 0.05 s after it."""
+    clock, ended = VirtualClock(), dict[tuple[float, int], float]()
+    loop = SharedProcessor(clock, ONE_AT_A_TIME, lambda job: ended.__setitem__(job, clock.now))
+    steps = [(start + 1.0, start + 2.4) for start in np.arange(0.0, 57.0, 3.0).tolist()]
+    for begin, end in steps:
+        clock.after(begin, loop.slow, slower)
+        clock.after(end, loop.slow, 1.0)
+    for began in np.arange(0.0, 60.0, 0.2).tolist():
+        clock.after(began, loop.add, (began, BEFORE), 0.1)
+        clock.after(began + 0.07, loop.add, (began + 0.07, AFTER), 0.05)
+    clock.run(lambda: len(ended) == 600)
+    gaps, kinds = np.array([(began, end) for (began, _), end in ended.items()]), np.array([kind for _, kind in ended])
+    worker = WorkerSpans(frozenset(), gaps, kinds, NEVER)
+    assert worker_contention([worker], np.array(steps)) == pytest.approx(slower, abs=0.15)
+    assert worker_contention([worker], NEVER) == 1.0
+    assert worker_contention([], np.array(steps)) == 1.0
 
 
 def test_gaps_are_read_from_the_spans_of_a_worker(tmp_path: Path) -> None:
@@ -75,6 +97,7 @@ def test_gaps_are_read_from_the_spans_of_a_worker(tmp_path: Path) -> None:
     (worker,) = spans.workers
     assert worker.episodes == {"0.0.0"}
     assert worker.gaps.tolist() == [[100, 101], [102, 103], [104, 104.5]]
+    assert worker.kinds.tolist() == [BEFORE, BETWEEN, AFTER]
     (leased,) = read_run_spans(tmp_path, {0: 99.5}).workers
     assert leased.gaps.tolist() == [[99.5, 101], [102, 103], [104, 104.5]]
     assert worker.cpu.tolist() == [[102, 0.5], [106, 1.5]]
@@ -82,19 +105,19 @@ def test_gaps_are_read_from_the_spans_of_a_worker(tmp_path: Path) -> None:
     assert spans.steps.tolist() == [[105, 106]]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_push_waits_for_steps_of_the_replicas(replicas: int) -> None:
-    """0.1 s alone, and five steps."""
+@pytest.mark.parametrize(("replicas", "most"), [(1, 8), (2, 8), (1, 4)])
+def test_a_push_waits_for_steps_of_the_replicas(replicas: int, most: int) -> None:
+    """0.1 s alone, and five steps of at most so many sequences; the others queue."""
     decode = DecodeCurve(((1.0, 0.01), (4.0, 0.02), (8.0, 0.025)))
     numbers = [0, 3, 6, 2, 8, 5, 1]
     turns, published = list[tuple[float, ...]](), list[tuple[float, float]]()
     for at, number in enumerate(numbers):
         turns += [(at - 0.5, at, at + 0.9, 10, 5, 0)] * number
-        published.append((at, at + 0.1 + 5 * decode.under_way_s(number)))
+        published.append((at, at + 0.1 + 5 * decode.under_way_s(min(number, most))))
     replica = ReplicaSpans(np.array(turns), NEVER)
     spans = RunSpans((), (replica,) * replicas, (), np.array(published), {}, NEVER)
-    steps, slowed = _push_steps(spans, decode)
+    steps, slowed = _push_steps(spans, decode, most)
     assert steps == pytest.approx(5)
-    assert slowed == pytest.approx(1 + 5 * np.mean([decode.under_way_s(number) for number in numbers]) / 0.1)
+    assert slowed == pytest.approx(1 + 5 * np.mean([decode.under_way_s(min(number, most)) for number in numbers]) / 0.1)
     same = msgspec.structs.replace(spans, published=np.array([(at, at + 0.2) for at in range(len(numbers))]))
-    assert _push_steps(same, decode) == pytest.approx((0.0, 1.0))
+    assert _push_steps(same, decode, most) == pytest.approx((0.0, 1.0))
