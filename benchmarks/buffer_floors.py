@@ -121,7 +121,7 @@ def receive_and_insert(this: Round, backlog: int, per_transaction: int) -> Took:
     try:
         while (now := time.monotonic()) < this.until + DRAIN_S:
             try:
-                lot.append([memoryview(frame) for frame in socket.recv_multipart(copy=False)])
+                lot.append([frame.buffer for frame in socket.recv_multipart(copy=False)])
             except zmq.Again:
                 continue
             if now >= this.until:
