@@ -44,8 +44,6 @@ from .task_table import TaskTable
 log = logging.getLogger(__name__)
 # Messages of one round, one transaction, and the bytes after which it takes no more. More would only delay the first reply.
 ROUND, ROUND_BYTES = 512, 16 << 20
-# Messages of a round while nothing is being stored. More would only leave the disk idle: they can be read while it stores these.
-FIRST_ROUND = 16
 # Longest wait for the disk to take one round, which takes milliseconds. A write that hangs cannot be cancelled.
 STORE_S = 120.0
 # How long the storing thread waits for the interpreter while the other decodes messages, which it does after every
@@ -194,8 +192,7 @@ class BufferService:
             if self._has_room:
                 due_s = max(0.0, self._handler.due - time.monotonic())
                 await self._server.poll(min(self._tick_s, due_s))
-                first = self._server.received + FIRST_ROUND
-                self._handler.receive(self._server, lambda: self._has_room and self._server.received < first)
+                self._handler.receive(self._server, lambda: self._has_room)
             return []
         running = self._store_thread.submit(write)
         written = asyncio.wrap_future(running)

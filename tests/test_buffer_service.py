@@ -21,8 +21,8 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.messages import BatchPlan, Lease
-from slipstream.buffer.service import FIRST_ROUND, LEASE_S
-from slipstream.buffer.store import Store, WriteBatch
+from slipstream.buffer.service import LEASE_S
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
 from slipstream.errors import DeadlineExceeded, StateError, StoreError, WireError
@@ -482,31 +482,6 @@ async def test_leases_asked_for_at_once_are_all_granted(path: Path, address: str
         lease_requests = [asyncio.create_task(client.lease()) for _ in range(2)]
         mark_served(client, 0)
         assert sorted(lease.group_id for lease in await asyncio.gather(*lease_requests)) == [0, 1]
-
-
-async def test_an_idle_disk_is_given_the_first_messages_of_a_burst(
-    path: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others are read while it stores these."""
-    stored = list[int]()
-    save = Store.save
-
-    def saving(store: Store, batch: WriteBatch) -> None:
-        save(store, batch)
-        stored.append(len(batch.trajectories))
-
-    monkeypatch.setattr(Store, "save", saving)
-    config = msgspec.structs.replace(PATIENT, groups_per_batch=16)
-    async with serving(path, address, config), BufferClient(address, "a") as client, asyncio.timeout(SOON):
-        mark_served(client, 0)
-        burst = [episode for lease in await client.leases(32) for episode in episodes(lease)]
-        assert len(burst) == 64
-        deliveries = asyncio.gather(*(client.deliver(e, {0: SAMPLED}, FINISHED, (trajectory(e),)) for e in burst))
-        asyncio.get_running_loop().call_soon(time.sleep, 0.2)  # the service, in this loop, reads when all have come
-        await deliveries
-    first, *others = (trajectories for trajectories in stored if trajectories)
-    assert first <= FIRST_ROUND
-    assert first + sum(others) == 64
 
 
 @contextlib.asynccontextmanager
