@@ -13,7 +13,7 @@ from statistics import mean, median
 import msgspec
 
 from .buffer_batch import Memory, buffer_latency, buffer_memory, floor_latency
-from .buffer_floors import into_sqlite, through_zeromq
+from .buffer_floors import into_sqlite, through_zeromq, through_zeromq_into_sqlite
 from .buffer_traffic import BUFFER, Crew, Round, Rounds, Took, groups_of, through_the_buffer, trajectory_bytes
 from .result import Result, Row, by_rounds
 
@@ -37,29 +37,43 @@ MB = 1e6
 MIB = 1 << 20
 
 
-async def floors(folder: Path) -> tuple[Result, Result]:
-    """The service over a bare ZeroMQ pair, and over bare SQLite inserts."""
+async def floors(folder: Path) -> tuple[Result, Result, Result]:
+    """The service over a bare ZeroMQ pair, over bare SQLite inserts, and over bare SQLite inserts of what comes through bare
+    ZeroMQ."""
     rounds = Rounds(folder)
-    over_zeromq, over_sqlite = list[Row](), list[Row]()
+    over_zeromq, over_sqlite, over_both = list[Row](), list[Row](), list[Row]()
     async with Crew(max(PRODUCERS)) as crew:
         for name, tokens in SIZES.items():
             for producers in PRODUCERS:
-                through, bare, inserted = list[Took](), list[Took](), list[Took]()
+                through, bare, inserted, both = list[Took](), list[Took](), list[Took](), list[Took]()
                 for _ in range(ROUNDS):
                     took = await rounds.run(tokens, WINDOW_S, lambda r, n=producers: through_the_buffer(crew, r, n))
                     rows = max(1, round(took.per_transaction))
                     through.append(took)
                     bare.append(await rounds.run(tokens, FLOOR_S, lambda r, n=producers: through_zeromq(crew, r, n)))
                     inserted.append(await rounds.run(tokens, FLOOR_S, lambda r, n=rows: into_sqlite(crew, r, n)))
+                    both.append(
+                        await rounds.run(
+                            tokens, FLOOR_S, lambda r, p=producers, n=rows: through_zeromq_into_sqlite(crew, r, p, n)
+                        )
+                    )
                 what = f"{name} tokens, {_producers(producers)}"
                 over_zeromq.append(_row(what, tokens, through, bare))
                 row = _row(what, tokens, through, inserted)
                 per = mean(took.per_transaction for took in through)
                 note = f"{row.note}; {per:.0f} in a transaction; CPU of each: {_cpu(through)}; {_cpu(inserted)}"
                 over_sqlite.append(msgspec.structs.replace(row, note=note))
+                row = _row(what, tokens, through, both)
+                over_both.append(msgspec.structs.replace(row, note=f"{row.note}; CPU of each: {_cpu(both)}"))
     return (
         Result("the buffer, durable, over a bare ZeroMQ pair", "buffer", "ZeroMQ", tuple(over_zeromq)),
         Result("the buffer, durable, over bare SQLite inserts", "buffer", "SQLite", tuple(over_sqlite)),
+        Result(
+            "the buffer, durable, over bare SQLite inserts of what the same producers send through bare ZeroMQ",
+            "buffer",
+            "both",
+            tuple(over_both),
+        ),
     )
 
 

@@ -1,4 +1,5 @@
-"""What the buffer's parts can do alone: the frames of trajectories through bare ZeroMQ, and into a bare SQLite file.
+"""What the buffer's parts can do alone and one behind the other: the frames of trajectories through bare ZeroMQ, into a bare SQLite
+file, and through the one into the other.
 
 Invariants:
 - The bytes are those that the buffer receives and stores: `wire.encode` of the same trajectories, encoded beforehand.
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from ..buffer import messages as m
@@ -24,9 +26,13 @@ from ..buffer.schema import connect
 from ..buffer.store import Store
 from ..buffer.trajectory import FINISHED, EncodedTrajectory
 from ..rpc import wire
+from ..rpc.server import BACKLOG
 from .buffer_traffic import BUFFER, KINDS, Count, Crew, Round, Took, sampled, stamped
 
 POLL_MS = 20
+
+ZEROMQ_BACKLOG = 1000
+"""Messages of one connection that wait at each end, by libzmq's own choice."""
 
 DRAIN_S = 0.5
 """For what is still on its way when a round is over: libzmq aborts a process that drops half of a message."""
@@ -36,9 +42,20 @@ async def through_zeromq(crew: Crew, this: Round, producers: int) -> Took:
     """The messages of deliveries from `producers` processes into one, which drops them."""
     seconds = this.until + DRAIN_S - time.monotonic()
     took, _ = await asyncio.gather(
-        crew.in_learner(seconds, receive, this), crew.in_producers(producers, seconds, send, this)
+        crew.in_learner(seconds, receive, this), crew.in_producers(producers, seconds, send, this, ZEROMQ_BACKLOG)
     )
     return took
+
+
+async def through_zeromq_into_sqlite(crew: Crew, this: Round, producers: int, per_transaction: int) -> Took:
+    """The messages of deliveries from `producers` processes into one, which inserts their frames into a file."""
+    seconds = this.until + DRAIN_S - time.monotonic()
+    backlog = max(1, BACKLOG // producers)  # all that waits leaves within `DRAIN_S`
+    took, sent = await asyncio.gather(
+        crew.in_buffer(seconds, receive_and_insert, this, backlog, per_transaction),
+        crew.in_producers(producers, seconds, send, this, backlog),
+    )
+    return msgspec.structs.replace(took, cores={**took.cores, "producers": sum(one.cores["producers"] for one in sent)})
 
 
 async def into_sqlite(crew: Crew, this: Round, per_transaction: int) -> Took:
@@ -46,25 +63,26 @@ async def into_sqlite(crew: Crew, this: Round, per_transaction: int) -> Took:
     return await crew.in_buffer(this.until - time.monotonic(), insert, this, per_transaction)
 
 
-def send(this: Round, number: int) -> int:
-    """Push messages until the round is over; how many."""
+def send(this: Round, backlog: int, number: int) -> Took:
+    """Push messages until the round is over; at most `backlog` wait to leave."""
     messages = [delivery(this.tokens, kind) for kind in range(KINDS)]
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.LINGER, int(1000 * DRAIN_S))
     socket.setsockopt(zmq.SNDTIMEO, POLL_MS)
+    socket.setsockopt(zmq.SNDHWM, backlog)
     socket.connect(this.address)
-    sent = 0
+    count = Count(this.counts_from, "producers")
     try:
         for frames in itertools.cycle(messages):
             if time.monotonic() >= this.until:
-                return sent
+                break
             try:
                 socket.send_multipart(frames, copy=False)
-                sent += 1
+                count.add(1)
             except zmq.Again:
                 continue
-        return sent
+        return count.took()
     finally:
         socket.close()
         context.term()
@@ -88,6 +106,35 @@ def receive(this: Round) -> Took:
         return count.took()
     finally:
         context.destroy()
+
+
+def receive_and_insert(this: Round, backlog: int, per_transaction: int) -> Took:
+    """Pull messages, and insert their frames, until the round is over."""
+    db = bare_table(this.path)
+    context = zmq.Context()
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVTIMEO, POLL_MS)
+    socket.setsockopt(zmq.RCVHWM, backlog)
+    socket.bind(this.address)
+    count, lot = Count(this.counts_from, "SQLite"), list[list[memoryview]]()
+    took = count.took()
+    try:
+        while (now := time.monotonic()) < this.until + DRAIN_S:
+            try:
+                lot.append([frame.buffer for frame in socket.recv_multipart(copy=False)])
+            except zmq.Again:
+                continue
+            if now >= this.until:
+                lot.clear()  # it is received only so that its sender can end
+            elif len(lot) == per_transaction:
+                insert_rows(db, lot)
+                count.add(len(lot))
+                lot.clear()
+                took = count.took()
+        return took
+    finally:
+        context.destroy()
+        db.close()
 
 
 def insert(this: Round, per_transaction: int) -> Took:

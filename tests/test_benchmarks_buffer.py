@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
-from slipstream.benchmarks.buffer_floors import bare_table, delivery, encoded, insert_rows
-from slipstream.benchmarks.buffer_traffic import Count
+from slipstream.benchmarks.buffer_floors import (
+    bare_table,
+    delivery,
+    encoded,
+    insert_rows,
+    receive_and_insert,
+    send,
+)
+from slipstream.benchmarks.buffer_traffic import Count, Round
 from slipstream.buffer import messages as m
+from slipstream.buffer.schema import connect
+from slipstream.launch.launchers.local import free_ports
 from slipstream.rpc import wire
 
 
@@ -23,6 +33,25 @@ def test_the_sqlite_floor_stores_the_frames_of_a_trajectory(tmp_path: Path) -> N
 def test_the_zeromq_floor_sends_a_delivery() -> None:
     envelope = wire.decode(m.Envelope, delivery(1000, 0))
     assert isinstance(envelope.message, m.DeliverEpisode)
+
+
+def test_the_floor_of_both_inserts_what_a_producer_sends(tmp_path: Path) -> None:
+    """Until the round is over; what is left is received, so that the producer ends. A round of a busy machine has to be longer."""
+    delivery(1000, 0)  # its trajectory is made before the first round
+    for seconds in (0.3, 2.0, 8.0, 32.0):
+        path, now = tmp_path / f"{seconds}.sqlite", time.monotonic()
+        this = Round(f"tcp://127.0.0.1:{free_ports(1)[0]}", "", path, 1000, 1, now, now + seconds)
+        producer = threading.Thread(target=send, args=(this, 4, 0))
+        producer.start()
+        took = receive_and_insert(this, 4, 2)
+        producer.join()
+        if took.trajectories:
+            break
+    db = connect(path, "ro")
+    rows, arrays = db.execute("SELECT count(*), sum(length(arrays)) FROM bare").fetchone()
+    db.close()
+    assert rows == took.trajectories + 2 > 2  # the count begins after the first transaction
+    assert arrays == 9000 * rows
 
 
 def test_a_count_begins_with_the_measured_part_and_says_how_many_cores_its_process_kept_busy() -> None:
