@@ -5,10 +5,9 @@
 Invariants:
 - A position counts the bytes that were ever appended; a segment's name is the position of its first byte, in hexadecimal. While a
   row names a position, no other bytes get it.
-- When `flush` returns, the bytes that were appended are on the disk. `append` has the disk begin: it writes while the caller makes
-  rows.
-- Rows that name bytes are committed after these are on the disk, and are deleted before their bytes. A kill between the two leaves
-  bytes without a row, never a row without its bytes.
+- When `append` returns, the bytes are on the disk.
+- Rows name bytes after they are written, and are deleted before their bytes. A kill between the two leaves bytes without a row,
+  never a row without its bytes.
 - A segment is deleted as a whole, when no row names a byte of it; nothing else is ever deleted or overwritten.
 """
 
@@ -16,9 +15,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import os
-import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -30,10 +27,6 @@ SEGMENT_BYTES = 16 << 20  # size after which the next segment begins; one row ca
 CACHED_SEGMENTS = 8  # full segments that the kernel may keep in memory, because a batch may be read from them
 BUFFERS_AT_ONCE = 1024  # buffers of one write (IOV_MAX)
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
-SYNC_FILE_RANGE_WRITE = 2
 
 
 class SegmentLog:
@@ -61,20 +54,15 @@ class SegmentLog:
         return sum(self._path(start).stat().st_size for start in self._starts)
 
     def append(self, records: Sequence[Frame]) -> list[int]:
-        """Write the records one after the other, and have the disk begin with them; returns the positions where they begin."""
+        """Write the records one after the other; returns the positions where they begin."""
         if self._file is None or self._end - self._starts[-1] >= SEGMENT_BYTES:
             self._begin()
         assert self._file is not None
         *positions, end = accumulate(map(len, records), initial=self._end)
         _write(self._file, records, self._end - self._starts[-1])
-        _begin_writing(self._file, self._end - self._starts[-1], end - self._end)
+        _sync(self._file)
         self._end = end
         return positions
-
-    def flush(self) -> None:
-        """Return when what was appended last is on the disk."""
-        if self._file is not None:
-            _sync(self._file)
 
     def read(self, position: int, size: int) -> bytes:
         """`size` bytes; fewer where the segment ends before, none where it is deleted."""
@@ -130,12 +118,6 @@ def _drop_from_page_cache(path: Path) -> None:
     if hasattr(os, "posix_fadvise"):  # macOS has none
         with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _begin_writing(file: int, at: int, size: int) -> None:
-    """Have the kernel give these bytes to the disk now, and do not wait. Only Linux can; what goes wrong there, `_sync` reports."""
-    if _sync_file_range is not None:
-        _sync_file_range(file, at, size, SYNC_FILE_RANGE_WRITE)
 
 
 def _write(file: int, frames: Sequence[Frame], at: int) -> None:

@@ -7,7 +7,7 @@
 
 Invariants:
 - What one `save` stores is in the file as a whole or not at all; after SIGKILL of any process the file is as of the last `save`.
-- Arrays are on the disk before the rows that name them are committed, and are deleted after those rows: see `segments`.
+- Arrays are on the disk before the rows that name them, and are deleted after those rows: see `segments`.
 - A trajectory's frames are stored as they came, once, with the delivery of its episode, and never change; `shrink` may drop those
   that can no longer be trained on.
 - Branches of failed episodes are kept apart, with their arrays, in `failed`: no method reads them.
@@ -42,7 +42,6 @@ from .trajectory import ARRAYS_LIMIT, DeliveredTrajectory, EncodedTrajectory, Ou
 WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a larger transaction
 # Values of one statement, which every SQLite takes, and bytes of several rows: it holds a copy of them.
 VALUES_AT_ONCE, BYTES_AT_ONCE = 999, 16 << 20
-ROWS_STEP = 8
 Row = tuple[object, ...]
 # Of an episode: all its branches have the same.
 REWARD = (
@@ -152,7 +151,7 @@ class Store:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def save(self, batch: WriteBatch) -> None:
-        """Store it in one transaction, which is committed after the arrays and the images that its rows name are on the disk."""
+        """Store it in one transaction, after the arrays and the images, which its rows name."""
         trajectories = list[Row]()
         with self._writing():
             self.images.write(batch.images)
@@ -176,8 +175,6 @@ class Store:
             self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in batch.commits])
             if batch.rolled_back_to is not None:
                 self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (batch.rolled_back_to,))
-            if trajectories:
-                self._segments.flush()
 
     def shrink(self, limit: int, settled: int) -> bool:
         """Reduce the file towards `limit` bytes: drop arrays of settled groups, the oldest first, then sum up their rows in the
@@ -369,12 +366,11 @@ def _read_episode(row: sqlite3.Row) -> Episode:
 
 
 def _chunks(rows: Sequence[Row], large: Sequence[int]) -> Iterator[Sequence[Row]]:
-    """The rows of one statement each. Above `ROWS_STEP` their number is a multiple of it, so that there are few statements, and few
-    different ones: `sqlite3` keeps them compiled."""
+    """The rows of one statement each. Their number is a power of two, so that there are few different statements: `sqlite3` keeps
+    them compiled."""
     at = 0
     while left := len(rows) - at:
-        number = min(left, VALUES_AT_ONCE // len(rows[at]))
-        number -= number % ROWS_STEP if number > ROWS_STEP else 0
+        number = 1 << min(left, VALUES_AT_ONCE // len(rows[at])).bit_length() - 1
         while number > 1 and _nbytes(rows[at : at + number], large) > BYTES_AT_ONCE:
             number //= 2
         yield rows[at : at + number]

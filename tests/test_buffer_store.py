@@ -6,14 +6,12 @@ Damage and full disks are in `test_buffer_damage`, kills at every statement in `
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from slipstream.buffer import retention
-from slipstream.buffer import segments as segments_module
 from slipstream.buffer.admission import ReplayCounters
 from slipstream.buffer.group_table import Episode, Group
 from slipstream.buffer.ledger_report import LedgerReport, ledger_report
@@ -111,50 +109,7 @@ def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatc
         assert len(store.trajectories(0)) == 20
     verbs = [s.split(" VALUES")[0] for s in statements if " VALUES" in s]
     assert verbs.count("INSERT INTO episodes") == 10  # two of 14 values each
-    assert verbs.count("INSERT INTO trajectories") == 4  # five of 8 values each
-
-
-def test_arrays_are_on_the_disk_before_the_rows_that_name_them_are_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    sync = segments_module._sync
-
-    def syncing(file: int) -> None:
-        sync(file)
-        done.append("arrays")
-
-    monkeypatch.setattr(segments_module, "_sync", syncing)
-    with opened(tmp_path / "buffer.sqlite") as store:
-        store._db.set_trace_callback(done.append)
-        sent = [new_trajectory("0.0.0", trajectory("0.0.0"))]
-        store.save(WriteBatch.of(ReplayCounters(next_group=1), entire(group_of("0.0.0")), sent))
-    assert done.count("arrays") == done.count("COMMIT") == 1
-    assert done.index("arrays") < done.index("COMMIT")
-
-
-def test_rows_whose_arrays_the_disk_refuses_are_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk says so late, when the bytes are in the kernel's memory and the rows are made."""
-    path = tmp_path / "buffer.sqlite"
-    batch = WriteBatch.of(
-        ReplayCounters(next_group=1), entire(group_of("0.0.0")), [new_trajectory("0.0.0", trajectory("0.0.0"))]
-    )
-
-    def refuse(file: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with opened(path) as store:
-        with monkeypatch.context() as refusing:
-            refusing.setattr(segments_module, "_sync", refuse)
-            with pytest.raises(StoreError, match="Input/output error"):
-                store.save(batch)
-        assert [sql(path, f"SELECT count(*) FROM {t}")[0][0] for t in ("groups", "episodes", "trajectories")] == [
-            0,
-            0,
-            0,
-        ]
-        store.save(batch)
-        assert [one.id for one in store.trajectories(0)] == ["0.0.0.0"]
+    assert verbs.count("INSERT INTO trajectories") == 5  # four of 8 values each
 
 
 def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:
