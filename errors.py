@@ -156,20 +156,6 @@ async def with_deadline(
         raise DeadlineExceeded(who, waits_for, seconds, hint if isinstance(hint, str) else hint()) from None
 
 
-async def with_deadline_after(
-    stop: asyncio.Event, seconds: float, awaitable: Awaitable[T], *, who: str, waits_for: str, hint: str
-) -> T:
-    """Await `awaitable`, for at most `seconds` from when `stop` is set. Raises as `with_deadline`."""
-    waiting = asyncio.ensure_future(awaitable)
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    try:
-        await asyncio.wait({waiting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        return await with_deadline(seconds, waiting, who=who, waits_for=waits_for, hint=hint)
-    finally:
-        waiting.cancel()
-        stopped.cancel()
-
-
 def describe(error: BaseException) -> str:
     """The type of an exception, and its message if it has one; of one that a coroutine in place of a value made, why."""
     forgotten = (

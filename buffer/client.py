@@ -6,7 +6,6 @@
 Invariants:
 - Every request has a deadline, except for a lease, which waits until its caller cancels it. A request is sent again after
   `RESEND_S` without a reply: all of them may be repeated. A restart of the buffer goes unnoticed.
-- A caller that was asked to stop waits `STOPPED_S` more at most, for all but trajectories, images and batches.
 - Any number of requests may be under way at once.
 - Shards know nothing of each other. What concerns all of them the caller sends to all, and goes on when the last has answered: each
   has stored it before the caller's next request. A version is committed by the clock first, so that no shard is ever ahead of it.
@@ -34,7 +33,7 @@ import numpy as np
 import zmq.asyncio
 
 from ..common.images import PlacedImage
-from ..errors import WireError, with_deadline_after
+from ..errors import WireError
 from ..rpc.client import RpcClient
 from ..rpc.security import KeyPair
 from . import messages as m
@@ -51,20 +50,20 @@ from .trajectory import DETAIL_LIMIT, BatchRow, EncodedRow, EncodedTrajectory, O
 # Time without a reply after which a request is sent again. A lease or a batch may take longer; repeating one is cheap.
 RESEND_S = 5.0
 # How long one of several shards may think about a lease, after which another is asked: a worker with room for one group finds the
-# shard that has one within this time for each. A worker that asked a dead shard for its only group waits until it is back.
+# shard that has one within this time for each. A shard that is dead does not answer: a worker with room for one group that asked it
+# waits until it is back.
 LEASE_S = 1.0
-STOPPED_S = 5.0  # a buffer that is well acknowledges in milliseconds, one that has ended for good never
 R = TypeVar("R")
 Q = TypeVar("Q")
 
 
 class BufferClient:
     """Connections to the buffer at `address` and to its `shards`, where it has several, used as an async context manager. `name` is
-    unique per role, not per process; `pair` are the caller's keys, where not those of this process; `context` is `RpcClient`'s.
+    unique per role, not per process; `pair` are the caller's keys, where they are not those of this process; `context` is as in
+    `RpcClient`.
 
     Attributes:
         connections: by the names of the buffer's processes as roles.
-        stopping: set once the caller is asked to stop; None where it is not to be heeded.
     """
 
     connections: dict[str, RpcClient]
@@ -80,7 +79,6 @@ class BufferClient:
         context: zmq.asyncio.Context | None = None,
     ) -> None:
         self.name = name
-        self.stopping: asyncio.Event | None = None
         self.incarnation = uuid.uuid4().hex
         self._addresses = dict(zip(process_names(max(1, len(shards))), (address, *shards), strict=True))
         self._deadline_s = deadline_s
@@ -261,7 +259,7 @@ class BufferClient:
         """
         wanted = self._by_shard([row.id for row in rows], self.shard_of)
         requests = {shard: m.FetchRows(version, tuple(ids)) for shard, ids in wanted.items()}
-        replies = await self._request_each(requests, m.RowsReply, deadline_s or self._deadline_s)
+        replies = await self._request_each(requests, m.RowsReply, deadline_s)
         arrays = {id: one for shard, ids in wanted.items() for id, one in zip(ids, replies[shard].arrays, strict=True)}
         return tuple(row.with_arrays(arrays[row.id]) for row in rows)
 
@@ -270,8 +268,8 @@ class BufferClient:
         named = {image.digest: image.name for image in images}
         found: dict[str, bytes] = {}
         while some := [digest for digest in named if digest not in found][: m.IMAGES_AT_ONCE]:
-            request = m.FetchImages(tuple(named[digest] for digest in some))  # of any shard: all write to one folder
-            reply = await self._request(request, m.ImagesReply, self._deadline_s, to=self._nearest)
+            request = m.FetchImages(tuple(named[digest] for digest in some))
+            reply = await self._request(request, m.ImagesReply, to=self._nearest)  # all write to one folder
             if not 0 < len(reply.files) <= len(some):
                 raise WireError(f"the buffer answered a request for {len(some)} images with {len(reply.files)}")
             found |= {digest: file.tobytes() for digest, file in zip(some, reply.files, strict=False)}
@@ -288,7 +286,7 @@ class BufferClient:
 
     async def fresh(self, version: int, limit: int) -> tuple[Trajectory, ...]:
         """At most `limit` delivered trajectories, outside of batches, that hold tokens of `version`."""
-        replies = await self._request_shards(m.RequestFresh(version, limit), m.TrajectoriesReply, self._deadline_s)
+        replies = await self._request_shards(m.RequestFresh(version, limit), m.TrajectoriesReply)
         found = [one.decode() for reply in replies for one in reply.trajectories]
         if len(replies) > 1:
             found.sort(key=lambda one: -one.group_id)
@@ -355,15 +353,11 @@ class BufferClient:
         waits_for: str = "",
         to: str = "",
     ) -> R:
-        """Of the process `to`, by default the clock, which may be all there is. Without `deadline_s` it ends soon after a stop."""
+        """Of the process `to`, by default the clock, which may be all there is."""
         to = to or self._clock
         hint = f"is the {to} at {self._addresses[to]} alive, and are workers delivering?"
         seconds = self._deadline_s if deadline_s is None else deadline_s
-        asked = self.connections[to].request(request, reply_type, seconds, waits_for=waits_for, hint=hint)
-        if self.stopping is None or deadline_s is not None:
-            return await asked
-        what = f"the answer of the {to} to {type(request).__name__} after it was asked to stop"
-        return await with_deadline_after(self.stopping, STOPPED_S, asked, who=self.name, waits_for=what, hint=hint)
+        return await self.connections[to].request(request, reply_type, seconds, waits_for=waits_for, hint=hint)
 
     async def _request_each(
         self, requests: Mapping[str, m.Request], reply_type: type[R], deadline_s: float | None = None

@@ -22,12 +22,16 @@ from .model import MODEL_KEY
 
 log = logging.getLogger(__name__)
 
+STOPPED_S = 5.0
+"""Longest wait for the buffer to know of a checkpoint, after a stop: one that is well answers in milliseconds."""
+
 
 class Checkpointer:
     """One rank's. The arguments are those of `TrainingLoop`.
 
     Attributes:
         every: steps between two checkpoints; on all ranks the same, and it may change between two steps.
+        stop: set once the learner is asked to stop.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Checkpointer:
         on_checkpoint: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.every = config.checkpoint_every
+        self.stop = asyncio.Event()
         self._config = config
         self._backend = backend
         self._aux_models = aux_models
@@ -119,10 +124,22 @@ class Checkpointer:
             prune(self._folder, keep, self._retained)
             self._aux_models.prune(self._folder, keep)
             newest = checkpoints(self._folder)[-keep:]
-            try:
-                await self._buffer.checkpointed(read_state(newest[0]).version)
-            except DeadlineExceeded as late:
-                if self._buffer.stopping is None or not self._buffer.stopping.is_set():
-                    raise
-                log.warning("%s. The checkpoint is whole, and counts", late)  # so does the next, which is written then
+            await self._acknowledged(read_state(newest[0]).version)
             self._on_checkpoint(step_of(newest[-1]))
+
+    async def _acknowledged(self, version: int) -> None:
+        """Return when the buffer knows that commits up to `version` are final; after a stop within `STOPPED_S`, whether it knows or
+        not: where it has ended for good, a checkpoint that is still to be written must not wait for it."""
+        asking = asyncio.create_task(self._buffer.checkpointed(version), name="checkpointed")
+        stopped = asyncio.create_task(self.stop.wait(), name="stop")
+        waits_for, hint = "the buffer to know of its checkpoint after a stop", "see the buffer's log"
+        try:
+            await asyncio.wait({asking, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await with_deadline(STOPPED_S, asking, who="the learner", waits_for=waits_for, hint=hint)
+        except DeadlineExceeded as late:
+            if not self.stop.is_set():
+                raise
+            log.warning("%s. The checkpoint is whole, and counts", late)
+        finally:
+            asking.cancel()
+            stopped.cancel()

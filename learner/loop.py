@@ -14,7 +14,7 @@
     rank 0             replicas that free their memory                 a quarter of that; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
     every rank         the previous checkpoint, at the next, at the end  learner.batch_s, then DeadlineExceeded
-    every rank         the buffer's acknowledgements, after a stop     `buffer.client.STOPPED_S`, then DeadlineExceeded
+    rank 0             the buffer, to know of a checkpoint, after a stop  `checkpointing.STOPPED_S`, then it goes on
 
 Invariants:
 - All ranks run this same loop over the same headers; each plans the same steps, and fetches the rows that it works on.
@@ -133,7 +133,7 @@ class TrainingLoop:
 
     async def begin(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Collective. Recover, have the replicas serve that version, and return when the first group is played, or at `stop`."""
-        self._stop = stop
+        self._stop = self._checkpoints.stop = stop
         with self._in_phase("recover", 0):
             self.state = await self._checkpoints.recover(self._updates.score_canary)
         with self._in_phase("publish", self.state.version):

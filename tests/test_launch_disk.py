@@ -10,8 +10,8 @@ from pathlib import Path
 
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, slipstream
 
-ENGINE = ("rollout.engine.kind=fake", "launch.heartbeat_s=180")
-"""The learner may take two thirds of that to write its last checkpoint. It ends after 5 s: its buffer is gone for good."""
+ENGINE = ("rollout.engine.kind=fake", "launch.heartbeat_s=10")
+"""The learner, whose buffer is gone for good, has two thirds of that to end."""
 
 ROOM = 128 << 10
 """Bytes that the buffer's files may still grow by: a few rounds of messages."""
@@ -38,8 +38,6 @@ def test_a_full_disk_stops_the_run_once_and_by_name_and_it_can_be_resumed(policy
         assert going.process.returncode == 1, output
     log = (run / "logs" / "buffer.log").read_text().splitlines()
     assert sum("StoreError: cannot write the buffer" in line for line in log) == 1, log
-    waited = "learner-0 waited 5 s for the answer of the buffer to "
-    assert waited in (run / "logs" / "learner-0.log").read_text()
     assert "restart 1 of" not in output
     last = output.splitlines()[-1]
     assert last.startswith("slipstream: RoleDied: buffer ended with exit status 3: StoreError: cannot write the buffer")

@@ -235,7 +235,8 @@ def test_an_environment_that_always_fails_ends_the_run_by_name(
 
 def test_a_role_that_cannot_live_ends_the_run_by_name(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings = ("launch.restarts=0", "rollout.engine.kind=transformers")
+    # The learner may wait for the buffer's answer to a commit until it is killed, after two thirds of `heartbeat_s`.
+    settings = ("launch.restarts=0", "launch.heartbeat_s=10", "rollout.engine.kind=transformers")
     with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *settings) as going:
         going.kill("buffer")
         output = going.output()

@@ -105,7 +105,6 @@ class Bench:
         """One process of the learner, at a buffer's address or with one that is forged."""
         if isinstance(buffer, str):
             async with BufferClient(buffer, "learner-0") as client:
-                client.stopping = self.stop
                 return await self._run(client)
         return await self._run(buffer)
 

@@ -73,7 +73,6 @@ async def open_rank(
         trusted = [trusting(rank, rank.name) for rank in aux_models.clients]
         await stack.enter_async_context(following_peers(context, filling(peers), *trusted))
         client = await stack.enter_async_context(buffer_client(context, heartbeat.role))
-        client.stopping = stop
         publisher, joined, settings = None, asyncio.Event(), None
         timeline = stack.enter_context(TimelineWriter(context.timeline_dir, heartbeat.role))
         recorded = context.timeline_dir if backend.leads_rows else None
