@@ -32,7 +32,7 @@ from ..common.unawaited import UnawaitedLog, without_await
 from ..configs.environments import EnvironmentKind
 from ..errors import EnvError, SlipstreamError, describe_user_error
 from .base import Environment, Message, Observation, StepResult, Task, TaskSource, checked_metrics
-from .idle_process import IdleProcess
+from .cpu_starvation import CpuStarvation
 from .registry import task_source
 from .scripted_policy import scripted
 from .simple import Split
@@ -275,19 +275,17 @@ async def _longest_stand_still(subject: Subject) -> float:
     left out."""
     worst = 0.0
 
-    async def beat(idle: IdleProcess) -> None:
+    async def beat(starvation: CpuStarvation) -> None:
         nonlocal worst
-        last, waited, computed = time.perf_counter(), idle.seconds(), time.thread_time()
+        last, starved = time.perf_counter(), starvation.seconds()
         while True:
             await asyncio.sleep(0.001)
-            now, waited_now, computed_now = time.perf_counter(), idle.seconds(), time.thread_time()
-            # What computes here may hold the interpreter's lock: then no other thread runs either.
-            for_a_core = max(0.0, waited_now - waited - (computed_now - computed))
-            worst = max(worst, now - last - for_a_core)
-            last, waited, computed = now, waited_now, computed_now
+            now, starved_now = time.perf_counter(), starvation.seconds()
+            worst = max(worst, now - last - (starved_now - starved))
+            last, starved = now, starved_now
 
-    with IdleProcess() as idle:
-        beating = asyncio.create_task(beat(idle))
+    with CpuStarvation() as starvation:
+        beating = asyncio.create_task(beat(starvation))
         try:
             await asyncio.gather(*(play(subject.source, i) for i in range(EPISODES)))
             await asyncio.sleep(0.002)  # the last block is seen, too

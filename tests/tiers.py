@@ -83,7 +83,7 @@ FULL = (
     r"test_envs_harbor::test_(what_makes_the_tests_hang|large_files|tests_that_do_not_work.*\[2\])",
     r"test_envs_harbor::test_it_keeps_the_contract\[(tasks|leaks|event loop)\]",
     # The environment author's checks: the default tier plants faults that cost no fresh processes.
-    r"test_envs_check::test_a_planted_fault_is_found\[(HashSeed|Blocks|Computes)-",
+    r"test_envs_check::test_a_planted_fault_is_found\[(HashSeed|Blocks|Computes|ComputesInThread)-",
     r"test_envs_check::test_what_blocks_or_ends.*\[(HoldsTheLock|TaskBlocks|EndsItsProcess)-",
     # Servers that are started for one refusal.
     r"test_rollout_sglang::test_a_server_whose_port_is_taken",
