@@ -95,7 +95,10 @@ async def test_a_call_that_waits_ends_with_its_time_and_with_its_episode(
             await until(lambda: len(queue.waiting) == 1)
             refused = await http.post(url, json=ASK)
             assert refused.status_code == 429
-            assert "1 calls under way and 1 that wait, as many as it may" in refused.json()["error"]["message"]
+            assert (
+                "1 calls of the episode wait already, as many as may; at most 1 are under way"
+                in refused.json()["error"]["message"]
+            )
         assert [(await one).status_code for one in asking] == [401, 401]
         assert (queue.calls.taken, queue.bodies.taken) == (0, 0)
 

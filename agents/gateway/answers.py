@@ -25,7 +25,6 @@ from ..session import Session
 from .bodies import FULL_CONTEXT, CallFailure
 from .connections import ANSWER_S
 from .dialect import Answer, CompletionRequest, Dialect
-from .request_queue import waiting_turn
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +49,7 @@ class AnswerWriter:
     async def wait_turn(self, turn: asyncio.Future[None]) -> None:
         """Raises what `turn` does, and ConnectionResetError where the client is gone."""
         if not turn.done():
-            with waiting_turn():
-                await self._wait(turn, 0.0)
+            await self._wait(turn, 0.0)
         turn.result()
 
     async def wait_call(self, call: asyncio.Task[Any]) -> None:

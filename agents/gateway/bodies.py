@@ -22,7 +22,6 @@ SMALL_ITEMS = 1 << 15  # items that any request may have: some 50 ms of parsing
 TOKEN_ITEMS = 2  # for each token of the context: a message has at most 6 and at least 4 tokens
 TOOL_ITEMS = 1 << 18  # of a call of a tool, whose arguments need not fit a context
 FULL_CONTEXT = "context_length_exceeded"  # OpenAI's code
-SHOWN = 80  # characters of a client's value in an error
 BODY_S = 60.0  # how long the body of a request may take to arrive
 
 

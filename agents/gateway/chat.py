@@ -11,9 +11,9 @@ from msgspec import Meta
 from ...envs.base import JSON, Message, ToolCall, ToolSpec
 from ...errors import PolicyError
 from ..base import Reply, SampleRequest
-from .bodies import SHOWN
 from .dialect import (
     MOST_REPLIES,
+    SHOWN,
     Answer,
     CompletionRequest,
     Content,

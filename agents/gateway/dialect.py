@@ -18,10 +18,10 @@ from msgspec import Meta
 from ...envs.base import JSON, Message, ToolCall, ToolSpec
 from ...errors import PolicyError
 from ..base import Reply, SampleRequest
-from .bodies import SHOWN
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+SHOWN = 80  # characters of a client's value in an error or a log
 MOST_REPLIES = 128  # `n` of one request, as at OpenAI
 MOST_STOPS = 64  # each of which is looked for in every reply; OpenAI takes 4
 PLACE = re.compile(r"at `\$([^`]*)`$")  # that msgspec names

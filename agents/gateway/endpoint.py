@@ -23,7 +23,7 @@ from ...errors import PolicyError
 from ..base import Reply
 from ..session import Session
 from .bodies import context_limit
-from .dialect import CompletionRequest
+from .dialect import SHOWN, CompletionRequest
 from .mcp import EnvTools
 from .request_queue import RequestQueue
 
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHOWN = 80  # characters of an ignored field in the log
 WARNED = 100  # ignored fields that the log names: types of tools are the agent's text
 _warned: set[str] = set()  # those that this process has warned of
 

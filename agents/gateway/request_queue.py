@@ -5,10 +5,12 @@
 Invariants:
 - The bodies of requests have at most `BODIES` bytes together, from before they are read until their calls have ended.
 - At most `CALLS` requests are under way: from their turn until they are answered and their calls have ended.
-- Room and turns come in the order in which they were asked for. A wait for them ends with the client's connection, with the
-  episode, or `TURN_S` after the request came.
-- A request has room for its whole body before the body is read, and has read it before its turn: none that is under way waits for
-  another, and a client that goes while its request waits for its turn is seen to go.
+- Room and turns come in the order in which they were asked for: a request asks for its turn once its body is read. A wait for them
+  ends with the episode, or `TURN_S` after the request came; that for a turn also with the client's connection.
+- A request has room for its whole body before the body is read, and has read it before its turn: no request that is under way
+  waits for another's body.
+- A client that goes is seen to go once its body is read, or where all of its body has arrived: a connection that is not read does
+  not say that it has ended. So a request that waits for room keeps its place.
 """
 
 from __future__ import annotations
@@ -70,17 +72,17 @@ class RequestRoom:
         self._queue = queue
         self._gone = gone
         self._until = asyncio.get_running_loop().time() + TURN_S
+        self._waits_for = ""  # of the newest wait
         self._taken: list[tuple[FifoSemaphore, asyncio.Future[None], int]] = []
 
     def reserve(self, size: int) -> asyncio.Future[None]:
         """Has a result once there is room for a body of `size` bytes. Raises, and ends, as `turn`."""
-        why = (
-            f"the call has waited {TURN_S:g} s for room: the episode's others have {BODIES} bytes, as many as they may"
+        return self._ask(
+            self._queue.bodies, size, f"room: bodies of the episode's requests have {BODIES} bytes at most"
         )
-        return self._ask(self._queue.bodies, size, why)
 
-    def has_read(self, size: int) -> None:
-        """The body has turned out to have `size` bytes."""
+    def shrink_to(self, size: int) -> None:
+        """The body has turned out to have `size` bytes: give the others back."""
         ((bodies, reserved, most),) = self._taken
         self._taken = [(bodies, reserved, size)]
         bodies.release(most - size)
@@ -88,8 +90,12 @@ class RequestRoom:
     def turn(self) -> asyncio.Future[None]:
         """Has a result once it is the request's turn, RefusedRequest where it waits for too long, PolicyError where the episode is
         over before, ConnectionResetError where the client is gone. Raises RefusedRequest where too many wait."""
-        why = f"the call has waited {TURN_S:g} s for its turn: the episode has {CALLS} others under way"
-        return self._ask(self._queue.calls, 1, why)
+        return self._ask(self._queue.calls, 1, f"its turn: the episode has {CALLS} others under way")
+
+    def tracked(self) -> TrackedWait:
+        """Around the wait for what was asked for last."""
+        left = self._until - asyncio.get_running_loop().time()
+        return TrackedWait("a call of an agent", self._waits_for, max(0.0, left))
 
     def leave(self) -> None:
         """Give all of it back."""
@@ -99,8 +105,10 @@ class RequestRoom:
             elif not turn.cancelled() and turn.exception() is None:
                 semaphore.release(units)
 
-    def _ask(self, semaphore: FifoSemaphore, units: int, why: str) -> asyncio.Future[None]:
-        turn = self._queue.ask(semaphore, units, self._gone, self._until, why)
+    def _ask(self, semaphore: FifoSemaphore, units: int, waits_for: str) -> asyncio.Future[None]:
+        self._waits_for = waits_for
+        why = f"the call has waited {TURN_S:g} s for {waits_for}"
+        turn = self._queue.acquire(semaphore, units, self._gone, self._until, why)
         self._taken.append((semaphore, turn, units))
         return turn
 
@@ -120,9 +128,9 @@ class RequestQueue:
         connection. Raises RefusedRequest, PolicyError and ConnectionResetError as `RequestRoom.turn`."""
         room = RequestRoom(self, gone)
         try:
-            if not (reserved := room.reserve(size)).done():
-                with waiting_turn():
-                    await reserved
+            reserved = room.reserve(size)
+            with room.tracked():
+                await reserved
             yield room
         finally:
             if room.call is None or room.call.done():
@@ -130,7 +138,7 @@ class RequestQueue:
             else:
                 room.call.add_done_callback(lambda _: room.leave())
 
-    def ask(
+    def acquire(
         self, semaphore: FifoSemaphore, units: int, gone: asyncio.Future[None], until: float, why: str
     ) -> asyncio.Future[None]:
         """See `RequestRoom.turn`; `until` is the loop's time at which it ends by a refusal that says `why`."""
@@ -139,9 +147,11 @@ class RequestQueue:
         turn = semaphore.acquire(units)
         if turn.done():
             return turn
-        if len(self.waiting) >= self._most_waiting:
+        if sum(not other.done() for other in self.waiting) >= self._most_waiting:
             turn.cancel()
-            full = f"the episode has {CALLS} calls under way and {self._most_waiting} that wait, as many as it may"
+            full = (
+                f"{self._most_waiting} calls of the episode wait already, as many as may; at most {CALLS} are under way"
+            )
             raise RefusedRequest(429, full, "rate_limit_exceeded")
         self.waiting.add(turn)
         late = asyncio.get_running_loop().call_at(until, _end, turn, RefusedRequest(429, why, "rate_limit_exceeded"))
@@ -163,11 +173,6 @@ class RequestQueue:
         self._closed = True
         for turn in self.waiting:
             _end(turn, PolicyError("the episode is over"))
-
-
-def waiting_turn() -> TrackedWait:
-    """Around the wait of a request for its room or its turn."""
-    return TrackedWait("a call of an agent", f"its turn after the episode's {CALLS} others", TURN_S)
 
 
 def _end(turn: asyncio.Future[None], error: Exception) -> None:

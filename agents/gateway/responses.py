@@ -13,9 +13,9 @@ from msgspec import Meta
 from ...envs.base import JSON, Message, ToolCall, ToolSpec
 from ...errors import PolicyError
 from ..base import Reply, SampleRequest
-from .bodies import SHOWN
 from .chat import ROLES
 from .dialect import (
+    SHOWN,
     Answer,
     CompletionRequest,
     Content,

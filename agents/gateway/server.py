@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import re
 import secrets
 import tempfile
@@ -31,16 +30,14 @@ from ...errors import PolicyError
 from ..session import Session
 from .answers import OVER, AnswerWriter, failed, failure_of, json_response
 from .anthropic import AnthropicDialect
-from .bodies import FULL_CONTEXT, SHOWN, BodyLimit, CallFailure, RefusedRequest, expected_size, read_body, tool_limit
+from .bodies import FULL_CONTEXT, BodyLimit, CallFailure, RefusedRequest, expected_size, read_body, tool_limit
 from .chat import ChatDialect
 from .connections import Connections, GatewayConnection, open_limit
-from .dialect import CompletionRequest, Dialect
+from .dialect import SHOWN, CompletionRequest, Dialect
 from .endpoint import Endpoint, EpisodeCalls
 from .mcp import EnvTools
-from .request_queue import CALLS, RequestRoom, waiting_turn
+from .request_queue import CALLS, RequestRoom
 from .responses import ResponsesDialect
-
-log = logging.getLogger(__name__)
 
 DIALECTS: tuple[Dialect, ...] = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
 PATHS = f"POST {', '.join(f'/v1{dialect.path}' for dialect in DIALECTS)} and /mcp, and GET /v1/models"
@@ -124,7 +121,7 @@ class Gateway:
             raise RefusedRequest(429, why, "rate_limit_exceeded")
         async with calls.requests.room(expected_size(http, limit), connection.gone) as room:
             body = await read_body(http, limit)
-            room.has_read(len(body))
+            room.shrink_to(len(body))
             yield room, body
 
     async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
@@ -138,7 +135,9 @@ class Gateway:
                 async with self._request(http, calls, calls.limit) as (room, body):
                     request = _read(dialect, body)
                     answer.streamed = request.stream
-                    await answer.wait_turn(room.turn())
+                    turn = room.turn()
+                    with room.tracked():
+                        await answer.wait_turn(turn)
                     room.call = work = calls.complete(request, body, retried=retried)
                     await answer.wait_call(work)
                     if failure := failure_of(work):
@@ -175,9 +174,9 @@ class Gateway:
             return web.Response(status=405, headers={"Allow": "POST"})
         try:
             async with self._request(http, calls, tool_limit()) as (room, body):
-                if not (turn := room.turn()).done():
-                    with waiting_turn():
-                        await turn
+                turn = room.turn()
+                with room.tracked():
+                    await turn
                 room.call = work = calls.run(calls.tools.answer(body))
                 await asyncio.wait({work})
         except RefusedRequest as refused:
