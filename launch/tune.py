@@ -41,7 +41,7 @@ from ..planner.tune.space import (
     affordable,
     estimate_point,
     grid_of,
-    labels_of,
+    label_of,
     prune,
     simulated,
 )
@@ -230,18 +230,18 @@ class Tuner:
         """Probe a point; whether there is a result."""
         expected_s = search.expected_probe(point, self._start_s).seconds(steps)
         if expected_s > self._deadline - self._clock() - REPORT_S:
-            self._say(f"{_name(point)}: left out, {duration(expected_s)} do not fit any more")
+            self._say(f"{label_of(point)}: left out, {duration(expected_s)} do not fit any more")
             return False
         try:
             result = self._probe(point, steps)
         except (ProbeError, ConfigError) as error:
-            self._say(f"{_name(point)}: failed and left out: {error}")
+            self._say(f"{label_of(point)}: failed and left out: {error}")
             search.failed(point)
             return False
         search.probed(point, result)
         rate, own = result.figures.trained_tokens_per_s, search.simulated_rate(point)
         self._say(
-            f"{result.name}, {_name(point)}, {steps} steps: {count(rate)} trained tok/s, simulated {count(own)} "
+            f"{result.name}, {label_of(point)}, {steps} steps: {count(rate)} trained tok/s, simulated {count(own)} "
             f"({100 * (own / rate - 1):+.0f} %), staleness {result.figures.staleness:.2f}; took {duration(result.seconds)}"
         )
         return True
@@ -293,10 +293,6 @@ def draw(result: TuneResult, path: Path) -> None:
 
 def _steps(plan: SimulationPlan) -> int:
     return min(plan.default_steps, plan.settling + COUNTED)
-
-
-def _name(point: Point) -> str:
-    return " ".join(labels_of(point))
 
 
 def _plan_text(rungs: Sequence[Rung], probes: Sequence[ExpectedProbe], own: ExpectedProbe, left_s: float) -> str:

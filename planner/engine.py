@@ -108,8 +108,8 @@ class SimulatedReplica:
         return len(self._processor.jobs) + len(self._queue) + len(self._on_the_way)
 
     def load(self) -> EngineLoad:
-        """As a server has it: while it is paused, what it decoded waits."""
-        running = 0 if self._paused else len(self._processor.jobs)
+        """As a server has it: while it is paused, what it decoded waits. While it drains, that runs."""
+        running = 0 if self._processor.paused else len(self._processor.jobs)
         return EngineLoad(running, len(self._processor.jobs) - running + len(self._queue), 0.0)
 
     def submit(self, request: SimulatedRequest) -> None:

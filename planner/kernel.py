@@ -73,7 +73,7 @@ class SharedProcessor(Generic[J]):
         self._number = itertools.count()
         self._settled_at = clock.now
         self._stalled_s = 0.0
-        self._paused = False
+        self.paused = False
         self._event_at = math.inf
         self._event = 0  # number of the event that counts
 
@@ -107,18 +107,18 @@ class SharedProcessor(Generic[J]):
 
     def pause(self) -> None:
         self.settle()
-        self._paused = True
+        self.paused = True
 
     def resume(self) -> None:
         self.settle()
-        self._paused = False
+        self.paused = False
         self._schedule()
 
     def settle(self) -> None:
         """Bring `progress` up to now."""
         now = self._clock.now
         seconds, self._settled_at = now - self._settled_at, now
-        if seconds > 0 and not self._paused:
+        if seconds > 0 and not self.paused:
             stalled = min(self._stalled_s, seconds)
             self._stalled_s -= stalled
             if self.jobs:
@@ -126,7 +126,7 @@ class SharedProcessor(Generic[J]):
 
     def _schedule(self) -> None:
         """Have an event no later than the next end."""
-        if self._paused:
+        if self.paused:
             return
         ends, jobs = self._ends, self.jobs
         while ends and jobs.get(ends[0][2]) != ends[0][0]:
@@ -145,7 +145,7 @@ class SharedProcessor(Generic[J]):
         self._event_at = math.inf
         self.settle()
         ended: list[J] = []
-        while self._ends and self._ends[0][0] <= self.progress + ROUNDING and not self._paused:
+        while self._ends and self._ends[0][0] <= self.progress + ROUNDING and not self.paused:
             end, _, job = heapq.heappop(self._ends)
             if self.jobs.get(job) == end:
                 del self.jobs[job]

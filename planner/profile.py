@@ -165,7 +165,7 @@ def read_profile(path: Path) -> RunProfile:
         raise ConfigError(f"{path}: not a profile of a run: {error}") from None
     raise ConfigError(
         f"{path}: format: {format!r} is another release's, this one reads {FORMAT}; `slipstream simulate RUN` writes that "
-        "of its run again"
+        "of its run again, and docs/operation.md has the keys of one written by hand"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,13 +24,14 @@ from ..common.spans import Span
 from ..monitor.timeline import read_series, read_spans
 
 TURNS = 50_000  # the newest of each worker: more say nothing new about a replica
-GAPS = BEFORE, BETWEEN, AFTER = (
-    0,
-    1,
-    2,
-)  # of an episode, where it is between completions: the first, one of others, the last
 LEARNER = "learner-0"  # the rank that pushes
 Floats = NDArray[np.float64]
+
+
+class Gap(enum.IntEnum):
+    """Where an episode has no completion under way: before the first one, between two, after the last."""
+
+    BEFORE, BETWEEN, AFTER = range(3)
 
 
 class RecordedTurn(NamedTuple):
@@ -52,7 +54,7 @@ class ReplicaSpans(msgspec.Struct, frozen=True):
 
 class WorkerSpans(msgspec.Struct, frozen=True):
     """What one worker did for the newest `episodes`: float64[N, 2], from when to when an episode was between its completions,
-    before the first or after the last; int64[N], which of `GAPS` each of these is; and float64[M, 2], times and the seconds of CPU
+    before the first or after the last; int64[N], the `Gap` that each of these is; and float64[M, 2], times and the seconds of CPU
     that its process had used until then."""
 
     episodes: frozenset[str]
@@ -150,9 +152,9 @@ def _workers(
 
 
 def _gaps(t0: float, t1: float, turns: Sequence[tuple[float, float]]) -> list[tuple[float, float, int]]:
-    """Of an episode from `t0` to `t1`, where it had no completion under way, and which of `GAPS` that was."""
+    """Of an episode from `t0` to `t1`, where it had no completion under way, and which `Gap` that was."""
     edges = [t0, *(edge for turn in turns for edge in turn), t1]
-    kinds = [BEFORE, *[BETWEEN] * (len(turns) - 1), AFTER] if turns else [BEFORE]
+    kinds = [Gap.BEFORE, *[Gap.BETWEEN] * (len(turns) - 1), Gap.AFTER] if turns else [Gap.BEFORE]
     found = zip(edges[::2], edges[1::2], kinds, strict=True)
     return [(since, until, kind) for since, until, kind in found if until > since]
 

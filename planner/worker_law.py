@@ -10,8 +10,8 @@ with s, the contention, how many times as long it takes while the learner of the
 is the time in which any of them was between completions; of it the loop computed the share that its CPU time says. That share of an
 episode's time is work, the rest is waiting.
 
-The contention is a worker's own. It is the number under which the loop did as much work beside the learner's steps as it had done
-for those that it let go then, each with the mean work of its kind: before the first completion, between two, after the last.
+The contention is the workers' own. It is the value for which the work done during the learner's steps equals the work of the gaps
+that ended during them, each taken as the mean of its kind (`Gap`). Noise makes it a little more than 1 where there is none.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .run_spans import GAPS, Floats, WorkerSpans, under_way
+from .run_spans import Floats, Gap, WorkerSpans, under_way
 
 BUSY = 1.5  # seconds in which a loop has work per second of its CPU time, at most: on full cores a process waits for its turn
-
-
 CONTENTIONS = np.arange(1.0, 4.05, 0.1)  # that are tried
 
 
@@ -69,7 +67,7 @@ def worker_contention(workers: Sequence[WorkerSpans], steps: Floats) -> float:
 
 
 class _Loop:
-    """What one worker did. `beside`: bool[N], whether an episode was let go while the learner computed."""
+    """What one worker did. `beside`: bool[N], whether a gap ended while the learner computed."""
 
     def __init__(self, spans: WorkerSpans, steps: Floats) -> None:
         began, self._ended = spans.gaps.T
@@ -87,9 +85,9 @@ class _Loop:
         alone = np.where(self._stepping, self._seconds / contention, self._seconds)
         upto = np.concatenate([[0.0], np.cumsum(alone / np.maximum(1, self._between))])
         work = np.interp(self._ended, self._at, upto) - np.interp(self._began, self._at, upto)
-        let_go = 0.0
-        for kind in GAPS:
+        ended = 0.0
+        for kind in Gap:
             mine = self._kinds == kind
             if mine.any():
-                let_go += float(work[mine].mean()) * int(self.beside[mine].sum())
-        return float(alone[self._stepping].sum()) - let_go
+                ended += float(work[mine].mean()) * int(self.beside[mine].sum())
+        return float(alone[self._stepping].sum()) - ended

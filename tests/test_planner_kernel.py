@@ -133,6 +133,9 @@ def test_the_load_of_a_replica_that_is_paused_is_no_congestion() -> None:
     assert replica.load() == EngineLoad(0, 2, 0.0)  # what a worker takes for a pause, see `Concurrency.observe`
     replica.swap(1)
     assert replica.load() == EngineLoad(2, 0, 0.0)
+    replica.drain(lambda: None)
+    replica.submit(SimulatedRequest(0, 0, 4, done.append))
+    assert replica.load() == EngineLoad(2, 1, 0.0)  # what runs is decoded to its end
 
 
 def test_what_is_not_cached_in_whole_blocks_is_prefilled_and_what_runs_at_a_swap_again() -> None:

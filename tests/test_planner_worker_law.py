@@ -11,7 +11,7 @@ import pytest
 from slipstream.planner.engine import DecodeCurve
 from slipstream.planner.fit import _push_steps
 from slipstream.planner.kernel import ONE_AT_A_TIME, SharedProcessor, VirtualClock
-from slipstream.planner.run_spans import AFTER, BEFORE, BETWEEN, ReplicaSpans, RunSpans, WorkerSpans, read_run_spans
+from slipstream.planner.run_spans import Gap, ReplicaSpans, RunSpans, WorkerSpans, read_run_spans
 from slipstream.planner.worker_law import BUSY, WorkerLoad, worker_contention, worker_loads
 
 NEVER = np.zeros((0, 2))
@@ -19,7 +19,7 @@ NEVER = np.zeros((0, 2))
 
 def load_of(*gaps: tuple[float, float], cpu: float, steps: object = NEVER, contention: float = 1.0) -> WorkerLoad:
     """Of a worker whose process used `cpu` seconds from 0 to 10."""
-    kinds = np.full(len(gaps), BETWEEN)
+    kinds = np.full(len(gaps), Gap.BETWEEN)
     spans = WorkerSpans(frozenset({"e"}), np.array(gaps), kinds, np.array([(0.0, 5.0), (10.0, 5.0 + cpu)]))
     return WorkerLoad(spans, np.array(steps, dtype=np.float64).reshape(-1, 2), contention)
 
@@ -48,7 +48,7 @@ def test_episodes_that_wait_for_slow_tools_are_no_work_of_the_loop() -> None:
 
 
 def test_without_its_cpu_time_all_is_waiting() -> None:
-    spans = WorkerSpans(frozenset({"a", "b"}), np.array([(0.0, 2.0)]), np.array([BETWEEN]), np.zeros((0, 2)))
+    spans = WorkerSpans(frozenset({"a", "b"}), np.array([(0.0, 2.0)]), np.array([Gap.BETWEEN]), np.zeros((0, 2)))
     loads = worker_loads([spans], NEVER, 1.0)
     assert loads.keys() == {"a", "b"}
     assert loads["a"].split(0, 2) == (2.0, 0.0)
@@ -65,8 +65,8 @@ def test_a_worker_takes_longer_beside_the_learner_by_its_own_contention(slower: 
         clock.after(begin, loop.slow, slower)
         clock.after(end, loop.slow, 1.0)
     for began in np.arange(0.0, 60.0, 0.2).tolist():
-        clock.after(began, loop.add, (began, BEFORE), 0.1)
-        clock.after(began + 0.07, loop.add, (began + 0.07, AFTER), 0.05)
+        clock.after(began, loop.add, (began, Gap.BEFORE), 0.1)
+        clock.after(began + 0.07, loop.add, (began + 0.07, Gap.AFTER), 0.05)
     clock.run(lambda: len(ended) == 600)
     gaps, kinds = np.array([(began, end) for (began, _), end in ended.items()]), np.array([kind for _, kind in ended])
     worker = WorkerSpans(frozenset(), gaps, kinds, NEVER)
@@ -97,7 +97,7 @@ def test_gaps_are_read_from_the_spans_of_a_worker(tmp_path: Path) -> None:
     (worker,) = spans.workers
     assert worker.episodes == {"0.0.0"}
     assert worker.gaps.tolist() == [[100, 101], [102, 103], [104, 104.5]]
-    assert worker.kinds.tolist() == [BEFORE, BETWEEN, AFTER]
+    assert worker.kinds.tolist() == [Gap.BEFORE, Gap.BETWEEN, Gap.AFTER]
     (leased,) = read_run_spans(tmp_path, {0: 99.5}).workers
     assert leased.gaps.tolist() == [[99.5, 101], [102, 103], [104, 104.5]]
     assert worker.cpu.tolist() == [[102, 0.5], [106, 1.5]]

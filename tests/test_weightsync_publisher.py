@@ -254,7 +254,7 @@ async def test_a_late_member_is_fenced_and_its_cohort_goes_on_without_it(fleet: 
     await fleet.push(1)
     began = time.monotonic()
     report = await fleet.push(2)
-    assert time.monotonic() - began < 8.0 + 10.0
+    assert time.monotonic() - began < 2 * 8.0
     assert report.pushed == ("a", "c", "d")
     late = report.failed["b"]
     # Of a loop that stood still the deadline of the whole attempt passes together with that of the transfer.
@@ -319,7 +319,7 @@ async def test_every_wait_has_a_deadline(fleet: Fleet, at: str) -> None:
     fleet.publish_to(*replicas, push_s=6.0)
     began = time.monotonic()
     report = await fleet.push(1)
-    assert time.monotonic() - began < 6.0 + 10.0
+    assert time.monotonic() - began < 2 * 6.0
     assert report.pushed == ("b",)
     assert "publisher waited" in report.failed["a"]
 
@@ -520,7 +520,7 @@ async def test_a_frozen_replica_is_fenced_and_catches_up_when_it_thaws(
         publisher = fleet.publish_to(healthy, client(FreezesJoining, frozen, tmp_path), cohort=2, push_s=8.0)
         began = time.monotonic()
         report = await fleet.push(1)
-        assert time.monotonic() - began < 8.0 + 10.0
+        assert time.monotonic() - began < 2 * 8.0
         assert report.pushed == ("a",)
         assert "waited" in report.failed["frozen"]
         publisher.update([healthy, frozen])

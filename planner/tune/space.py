@@ -125,6 +125,11 @@ def labels_of(point: Mapping[str, str]) -> list[str]:
     return [f"{key.rpartition('.')[2]}={value}" for key, value in point.items()] or ["config's settings"]
 
 
+def label_of(point: Mapping[str, str]) -> str:
+    """The `labels_of` a point in one line."""
+    return " ".join(labels_of(point))
+
+
 def estimate_point(profile: RunProfile, point: Point) -> EstimatedPoint:
     """The closed form of a point. Raises ConfigError where its keys do not fit together."""
     plan = SimulationPlan.of(profile, simulated(point))
