@@ -215,7 +215,7 @@ class Tuner:
                 self._finalists = list(field)
                 if len(field) < 2:
                     self._say(
-                        f"{' '.join(map(_name, field))}: faster than the others by more than short runs are wrong"
+                        f"{' '.join(map(label_of, field))}: faster than the others by more than short runs are wrong"
                     )
                     return
             for point in field:

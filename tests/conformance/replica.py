@@ -170,7 +170,7 @@ class Replica:
         return load
 
     async def begun(self, requests: Sequence[asyncio.Task[Completion]]) -> None:
-        """Return when all `requests`, and no others, decode, or when one of them has ended: who is late to look sees no other."""
+        """Return when all `requests`, and no others, decode, or when one of them has ended, which is all that a late look sees."""
         decoding = asyncio.create_task(self.running(len(requests)))
         await asyncio.wait({decoding, *requests}, return_when=asyncio.FIRST_COMPLETED)
         if not decoding.done():

@@ -145,7 +145,7 @@ async def test_more_requests_than_the_server_takes_at_once_wait_their_turn(repli
     seen = asyncio.Event()
 
     async def asked(prompt: list[int]) -> Completion:
-        """Again and again, so that who is late to look sees a queue."""
+        """Again and again, so that a test that looks late sees a queue."""
         while True:
             completion = await replica.generate(prompt, sampling)
             if seen.is_set():
