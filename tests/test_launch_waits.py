@@ -505,6 +505,7 @@ ALLOWED = {
         "rollout/loop_watchdog.py",
         "self._thread.join",
     ): "the thread checks every BLOCK_S / CHECKS whether it should stop",
+    ("envs/cpu_starvation.py", "self._thread.join"): "the thread checks every TURN_S whether it should stop",
     (
         "rollout/env_guard.py",
         "asyncio.wait",
