@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
@@ -37,6 +37,16 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110 - sockets have no event for what has come
             await asyncio.sleep(0)
+
+
+def late_replies(ended: asyncio.Event) -> Callable[[int], Awaitable[str]]:
+    """For a `Script`: every reply comes once `ended` is set."""
+
+    async def say(number: int) -> str:
+        await ended.wait()
+        return "late"
+
+    return say
 
 
 def posted(endpoint: Endpoint, path: str, body: bytes, *, size: int | None = None) -> bytes:

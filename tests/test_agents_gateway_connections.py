@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-from collections.abc import Awaitable
 from typing import Any
 
 import aiohttp
@@ -20,6 +19,7 @@ from slipstream.tests.gateways import (
     QUESTION,
     Calculator,
     Episode,
+    late_replies,
     openai_client,
     posted,
     until,
@@ -56,14 +56,7 @@ def test_a_gateway_raises_the_limit_of_open_files_as_far_as_it_may() -> None:
 async def test_idle_connections_make_room_and_busy_ones_do_not(gateway: Gateway, episode: Episode) -> None:
     gateway._connections.limit = 4
     ended = asyncio.Event()
-
-    async def late() -> str:
-        await ended.wait()
-        return "late"
-
-    def say(number: int) -> Awaitable[str]:
-        return late()
-
+    say = late_replies(ended)
     async with episode(say=say) as (endpoint, script, _), episode(say=say) as (second, other_script, _):
         silent = await asyncio.open_connection("127.0.0.1", gateway.port)
         by_socket = await asyncio.open_unix_connection(str(gateway.socket))
@@ -129,11 +122,7 @@ async def test_answers_that_end_together_leave_no_more_idle_connections(
     monkeypatch.setattr(connections_module, "IDLE", 2)
     ended = asyncio.Event()
 
-    async def late() -> str:
-        await ended.wait()
-        return "late"
-
-    async with episode(say=lambda number: late()) as (endpoint, script, _), httpx.AsyncClient() as http:
+    async with episode(say=late_replies(ended)) as (endpoint, script, _), httpx.AsyncClient() as http:
         url = f"{endpoint.url}/v1/chat/completions"
         asking = [asyncio.create_task(http.post(url, json=ASK)) for _ in range(6)]
         assert [await script.calls.get() for _ in asking] == list(range(6))

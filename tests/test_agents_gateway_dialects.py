@@ -20,6 +20,7 @@ from slipstream.tests.gateways import (
     QUESTION,
     Calculator,
     Episode,
+    late_replies,
     openai_client,
 )
 from slipstream.tests.sessions import Script, call, delivered, session_of
@@ -194,15 +195,11 @@ async def test_a_call_that_is_repeated_is_sampled_once(episode: Episode) -> None
     """The client gives up after a while and tries again; both clients send the same header."""
     slow = asyncio.Event()
 
-    async def late() -> str:
-        await slow.wait()
-        return "late"
-
     async def second_try(request: Any) -> None:
         if request.headers["x-stainless-retry-count"] == "1":
             slow.set()
 
-    async with episode(say=lambda number: late()) as (endpoint, script, session):
+    async with episode(say=late_replies(slow)) as (endpoint, script, session):
         http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [second_try]})
         impatient = openai_client(endpoint, timeout=0.2, max_retries=20, http_client=http)
         asking = impatient.chat.completions.create(model="policy", messages=QUESTION)

@@ -21,6 +21,7 @@ from slipstream.tests.gateways import (
     QUESTION,
     Calculator,
     Episode,
+    late_replies,
     openai_client,
     posted,
     queue_of,
@@ -215,17 +216,13 @@ async def test_the_bodies_of_an_episodes_calls_have_a_size_and_a_time(
     monkeypatch.setattr(bodies_module, "TOKEN_BYTES", 1)
     ended = asyncio.Event()
 
-    async def late() -> str:
-        await ended.wait()
-        return "late"
-
     def ask(size: int) -> Any:
         return {**ASK, "metadata": "x" * size}
 
     async def pieces(size: int) -> AsyncIterator[bytes]:
         yield json.dumps(ask(size)).encode()
 
-    async with episode(say=lambda number: late()) as (endpoint, script, session), httpx.AsyncClient() as http:
+    async with episode(say=late_replies(ended)) as (endpoint, script, session), httpx.AsyncClient() as http:
         url = f"{endpoint.url}/v1/chat/completions"
         first = asyncio.create_task(http.post(url, json=ask(2500)))
         await script.calls.get()
