@@ -26,18 +26,54 @@ BUSY = 1.5  # seconds in which a loop has work per second of its CPU time, at mo
 CONTENTIONS = np.arange(1.0, 4.05, 0.1)  # that are tried
 
 
+class _Loop:
+    """What one worker did.
+
+    Attributes:
+        at: float64[M], times; between two of them no gap and no step begins or ends.
+        beside: bool[N], whether a gap ended while the learner computed.
+    """
+
+    def __init__(self, spans: WorkerSpans, steps: Floats) -> None:
+        began, self._ended = spans.gaps.T
+        self._began, self._kinds = began, spans.kinds
+        inside = np.clip(steps, began.min(), self._ended.max())
+        self.beside = under_way(inside[:, 0], inside[:, 1], self._ended) > 0
+        self.at = np.unique(np.concatenate([began, self._ended, inside.ravel()]))
+        since = self.at[:-1]
+        self._between = under_way(began, self._ended, since)
+        self._seconds = np.where(self._between > 0, np.diff(self.at), 0.0)
+        self._stepping = under_way(inside[:, 0], inside[:, 1], since) > 0
+
+    def alone_s(self, contention: float) -> Floats:
+        """float64[M - 1]: seconds between two of the times, as long as the work would take without the learner."""
+        return np.where(self._stepping, self._seconds / contention, self._seconds)
+
+    def work_s(self, alone_s: Floats) -> Floats:
+        """float64[M]: work done until each time for an episode that is between completions all along."""
+        return np.concatenate([[0.0], np.cumsum(alone_s / np.maximum(1, self._between))])
+
+    def missed_s(self, contention: float) -> float:
+        """Seconds of work beside the learner that this contention has too many, or, below 0, too few."""
+        alone = self.alone_s(contention)
+        done = self.work_s(alone)
+        work = np.interp(self._ended, self.at, done) - np.interp(self._began, self.at, done)
+        ended = 0.0
+        for kind in Gap:
+            mine = self._kinds == kind
+            if mine.any():
+                ended += float(work[mine].mean()) * int(self.beside[mine].sum())
+        return float(alone[self._stepping].sum()) - ended
+
+
 class WorkerLoad:
     """What one worker did between completions: its loop computed the `share` of that time."""
 
     def __init__(self, spans: WorkerSpans, steps: Floats, contention: float) -> None:
-        began, ended = spans.gaps.T
-        self._at = at = np.unique(np.concatenate([began, ended, np.clip(steps.ravel(), began.min(), ended.max())]))
-        since, seconds = at[:-1], np.diff(at)
-        between = under_way(began, ended, since)
-        slowness = np.where(under_way(steps[:, 0], steps[:, 1], since) > 0, contention, 1.0)
-        alone = np.where(between > 0, seconds / slowness, 0.0)
-        self._work = np.concatenate([[0.0], np.cumsum(alone / np.maximum(1, between))])
-        busy, cpu = np.interp(spans.cpu[:, 0], at, np.concatenate([[0.0], np.cumsum(alone)])), spans.cpu[:, 1]
+        loop = _Loop(spans, steps)
+        alone = loop.alone_s(contention)
+        self._at, self._work = loop.at, loop.work_s(alone)
+        busy, cpu = np.interp(spans.cpu[:, 0], loop.at, np.concatenate([[0.0], np.cumsum(alone)])), spans.cpu[:, 1]
         known = len(cpu) > 1 and busy[-1] > busy[0]
         self.share = min(1.0, BUSY * float((cpu[-1] - cpu[0]) / (busy[-1] - busy[0]))) if known else 0.0
 
@@ -64,30 +100,3 @@ def worker_contention(workers: Sequence[WorkerSpans], steps: Floats) -> float:
         return 1.0
     missed = [sum(loop.missed_s(contention) for loop in known) for contention in CONTENTIONS.tolist()]
     return round(float(CONTENTIONS[int(np.argmin(np.abs(missed)))]), 2)
-
-
-class _Loop:
-    """What one worker did. `beside`: bool[N], whether a gap ended while the learner computed."""
-
-    def __init__(self, spans: WorkerSpans, steps: Floats) -> None:
-        began, self._ended = spans.gaps.T
-        self._began, self._kinds = began, spans.kinds
-        inside = np.clip(steps, began.min(), self._ended.max())
-        self.beside = under_way(inside[:, 0], inside[:, 1], self._ended) > 0
-        self._at = np.unique(np.concatenate([began, self._ended, inside.ravel()]))
-        since = self._at[:-1]
-        self._between = under_way(began, self._ended, since)
-        self._seconds = np.where(self._between > 0, np.diff(self._at), 0.0)
-        self._stepping = under_way(inside[:, 0], inside[:, 1], since) > 0
-
-    def missed_s(self, contention: float) -> float:
-        """Seconds of work beside the learner that this contention has too many, or, below 0, too few."""
-        alone = np.where(self._stepping, self._seconds / contention, self._seconds)
-        upto = np.concatenate([[0.0], np.cumsum(alone / np.maximum(1, self._between))])
-        work = np.interp(self._ended, self._at, upto) - np.interp(self._began, self._at, upto)
-        ended = 0.0
-        for kind in Gap:
-            mine = self._kinds == kind
-            if mine.any():
-                ended += float(work[mine].mean()) * int(self.beside[mine].sum())
-        return float(alone[self._stepping].sum()) - ended
