@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from ..buffer.client import BufferClient
+from ..common.tasks import Stopped, run_or_stop
 from ..configs.schema import Learner
 from ..errors import CheckpointError, ConfigError, DeadlineExceeded, with_deadline
 from .aux_models.aux_models import AuxModels
@@ -131,15 +132,13 @@ class Checkpointer:
         """Return when the buffer knows that commits up to `version` are final; after a stop within `STOPPED_S`, whether it knows or
         not: where it has ended for good, a checkpoint that is still to be written must not wait for it."""
         asking = asyncio.create_task(self._buffer.checkpointed(version), name="checkpointed")
-        stopped = asyncio.create_task(self.stop.wait(), name="stop")
         waits_for, hint = "the buffer to know of its checkpoint after a stop", "see the buffer's log"
         try:
-            await asyncio.wait({asking, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            await with_deadline(STOPPED_S, asking, who="the learner", waits_for=waits_for, hint=hint)
-        except DeadlineExceeded as late:
-            if not self.stop.is_set():
-                raise
-            log.warning("%s. The checkpoint is whole, and counts", late)
+            await run_or_stop(asyncio.shield(asking), self.stop)
+        except Stopped:
+            try:
+                await with_deadline(STOPPED_S, asking, who="the learner", waits_for=waits_for, hint=hint)
+            except DeadlineExceeded as late:
+                log.warning("%s. The checkpoint is whole, and counts", late)
         finally:
             asking.cancel()
-            stopped.cancel()

@@ -540,7 +540,7 @@ ALLOWED = {
         "launch/program/run.py",
         "asyncio.wait",
     ): "of roles and verbs, which have deadlines of their own; the end has END_S; of what was killed or cancelled",
-    ("learner/checkpointing.py", "asyncio.wait"): "of what was cancelled; of a request that has the client's deadline",
+    ("learner/checkpointing.py", "asyncio.wait"): "of what was cancelled",
     ("learner/replica_updates.py", "asyncio.wait"): "of what was cancelled; a push has push_s",
     ("weightsync/broadcast.py", "asyncio.wait"): "each of them has what is left of push_s",
     ("dashboard/explanation.py", "asyncio.wait"): "of what was cancelled",
