@@ -10,7 +10,7 @@ from slipstream.tests import tiny
 from transformers import DynamicCache, PreTrainedModel
 
 TOLERANCE = 1e-4
-"""nats, in float32."""
+"""nats, in float32; `Server.tolerance` is that of one server."""
 
 
 def rows(
@@ -56,7 +56,7 @@ def error(rows: torch.Tensor, token_ids: Sequence[int], logprobs: Sequence[float
     return float(deviations(rows, token_ids, logprobs).max())
 
 
-def greedy(rows: torch.Tensor, token_ids: Sequence[int]) -> bool:
-    """Whether each token is the likeliest; of two that are equal within the tolerance either may be chosen."""
+def greedy(rows: torch.Tensor, token_ids: Sequence[int], tolerance: float) -> bool:
+    """Whether each token is the likeliest; of two that are equal within `tolerance` nats either may be chosen."""
     ours = rows.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
-    return bool((ours >= rows.max(-1).values - TOLERANCE).all())
+    return bool((ours >= rows.max(-1).values - tolerance).all())

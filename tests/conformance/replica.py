@@ -91,6 +91,7 @@ class Replica:
         self.kind, self.server, self.weights, self.partial = kind, server, weights, partial
         self.engine = server.client("replica", partial=partial, sleeps=sleeps)
         self.files = files
+        self.tolerance = server.tolerance
         self.version: int | None = None
         self._publisher: Publisher | None = None
 
@@ -105,7 +106,7 @@ class Replica:
             self.version = await self.engine.version()
         assert report.failed == {}
         assert report.pushed == ("replica",)
-        assert report.canary <= reference.TOLERANCE
+        assert report.canary <= self.tolerance
         return report.version
 
     async def publish(
@@ -119,6 +120,7 @@ class Replica:
                 partial=self.partial,
                 transport=transport,
                 push_s=push_s_of(self.server.ranks),
+                tolerance=self.tolerance,
             )
         canary = tiny.canary(self.weights.models[which])
         report = await self._publisher.publish(next(VERSIONS), named_weights, *canary)
@@ -160,7 +162,7 @@ class Replica:
         completion = await self.generate(PROMPTS[0])
         rows = reference.rows(self.weights.models[which], PROMPTS[0], completion)
         spans = (VersionSpan(0, GREEDY.max_tokens, self.version or 0),)
-        return completion.version_spans == spans and reference.greedy(rows, completion.token_ids)
+        return completion.version_spans == spans and reference.greedy(rows, completion.token_ids, self.tolerance)
 
     async def running(self, count: int, within_s: float = 60.0, *, queue: bool = False) -> EngineLoad:
         """Return when exactly `count` requests decode, and others wait where there is to be a `queue`, which only polling shows."""

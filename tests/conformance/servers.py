@@ -23,7 +23,7 @@ import msgspec
 import psutil
 from slipstream.common.owned_folders import PRIVATE_VARIABLE
 from slipstream.common.process import set_parent_death_signal
-from slipstream.configs.schema import Agent, Config, Launch, Model, Partial, Rollout
+from slipstream.configs.schema import Agent, Config, Launch, Model, Partial, Rollout, WeightSync
 from slipstream.errors import DeadlineExceeded
 from slipstream.learner.model import has_images
 from slipstream.rollout.engines import registry as servers
@@ -32,6 +32,7 @@ from slipstream.rollout.engines.certificate import write_certificate
 from slipstream.rollout.engines.http_engine import HttpEngine
 from slipstream.tests import tiny
 from slipstream.tests.conformance.kinds import Kind
+from slipstream.tests.conformance.reference import TOLERANCE
 
 START_S = 180.0
 """Longest start of a server; on two cores that others use it takes up to a minute."""
@@ -50,9 +51,10 @@ def configure(
     options: dict[str, Any] | None = None,
     colocated: bool = False,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    tolerance: float = TOLERANCE,
 ) -> Config:
     """The configuration of a run whose servers are of `kind`, with `options`, serve the model in `folder`, and sleep while the
-    learner steps where they are `colocated`."""
+    learner steps where they are `colocated`. It asks for a `tolerance` in nats."""
     engine = kind.engine(max_concurrent=MAX_CONCURRENT, memory="64MiB", start_s=START_S)
     if options:
         engine = msgspec.structs.replace(engine, options=options)
@@ -60,6 +62,7 @@ def configure(
         model=Model(path=str(folder), dtype=dtype),
         agent=Agent(max_tokens=tiny.CONTEXT),
         rollout=Rollout(engine=engine, partial=partial),  # type: ignore[arg-type]
+        weightsync=WeightSync(canary_tolerance=tolerance),
         launch=Launch(kind="colocated" if colocated else "local"),
     )
 
@@ -177,6 +180,11 @@ class Server:
     def ranks(self) -> int:
         """Processes that hold a part of its weights."""
         return getattr(self.config.rollout.engine, "tensor_parallel", 1)
+
+    @property
+    def tolerance(self) -> float:
+        """Nats by which its log-probs may differ from those of transformers; a run allows it the same."""
+        return servers.canary_tolerance(self.config)
 
     async def wait_ready(self) -> None:
         """Return once it answers; fails with the end of its log when it ends or is late."""

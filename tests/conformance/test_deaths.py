@@ -13,7 +13,6 @@ from slipstream.rollout.engines.base import EngineFailure, SamplingParams
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
-from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import GREEDY, PROMPTS, ROUNDS, Replica, Weights, join
 from slipstream.tests.conformance.servers import Server, alive_after, make_client
 
@@ -35,7 +34,7 @@ async def test_a_new_server_has_no_version_and_labels_nothing(
     with pytest.raises(EngineError, match="version"):
         await fresh.engine.generate(PROMPTS[0], GREEDY)
     ids, expected = tiny.canary(weights.models[0])
-    assert await fresh.engine.score(ids) == pytest.approx(expected, abs=TOLERANCE)
+    assert await fresh.engine.score(ids) == pytest.approx(expected, abs=fresh.tolerance)
     await fresh.push(1)
     assert await fresh.serves(1)
     await fresh.close()
@@ -61,8 +60,8 @@ async def assert_goes_on_elsewhere(
     rest = SamplingParams(max_tokens=40, temperature=0.0)
     whole = join(broken.partial, await elsewhere.generate([*prompt, *broken.partial.token_ids], rest))
     rows = reference.rows(elsewhere.weights.models[0], prompt, whole)
-    assert reference.greedy(rows, whole.token_ids)
-    assert reference.error(rows, whole.token_ids, whole.logprobs) <= TOLERANCE
+    assert reference.greedy(rows, whole.token_ids, elsewhere.tolerance)
+    assert reference.error(rows, whole.token_ids, whole.logprobs) <= elsewhere.tolerance
 
 
 async def test_a_frozen_server_is_named_at_the_deadline(

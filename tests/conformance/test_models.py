@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
-from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import PROMPTS, ROUNDS, Replica, Traffic, Weights, make_weights
 from slipstream.tests.conformance.servers import Server
 
@@ -53,8 +52,8 @@ async def test_pushed_weights_are_served_exactly(other: Replica) -> None:
         await other.push(which)
         for prompt, completion in zip(PROMPTS, await other.generate_all(PROMPTS), strict=True):
             rows = reference.rows(other.weights.models[which], prompt, completion)
-            assert reference.greedy(rows, completion.token_ids)
-            assert reference.error(rows, completion.token_ids, completion.logprobs) <= TOLERANCE
+            assert reference.greedy(rows, completion.token_ids, other.tolerance)
+            assert reference.error(rows, completion.token_ids, completion.logprobs) <= other.tolerance
 
 
 async def test_a_push_under_running_requests_is_exact(other: Replica) -> None:
@@ -69,5 +68,5 @@ async def test_a_push_under_running_requests_is_exact(other: Replica) -> None:
         for span in completion.version_spans:
             rows = reference.rows(other.weights.models[{old: 1, new: 0}[span.version]], prompt, completion)
             part = slice(span.start, span.end)
-            assert reference.greedy(rows[part], completion.token_ids[part])
-            assert reference.error(rows[part], completion.token_ids[part], completion.logprobs[part]) <= TOLERANCE
+            assert reference.greedy(rows[part], completion.token_ids[part], other.tolerance)
+            assert reference.error(rows[part], completion.token_ids[part], completion.logprobs[part]) <= other.tolerance

@@ -9,7 +9,6 @@ from slipstream.configs.schema import Partial
 from slipstream.rollout.engines.base import SamplingParams
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
-from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import PROMPTS, ROUNDS, Replica, Traffic, join
 
 LONG = 400
@@ -24,7 +23,7 @@ def span_error(replica: Replica, policies: dict[int, int], prompt: list[int], co
             rows = reference.rows(replica.weights.models[policies[span.version]], prompt, completion)
             tokens, logprobs = (values[span.start : span.end] for values in (completion.token_ids, completion.logprobs))
             errors.append(reference.error(rows[span.start : span.end], tokens, logprobs))
-            assert reference.greedy(rows[span.start : span.end], tokens)
+            assert reference.greedy(rows[span.start : span.end], tokens, replica.tolerance)
     return max(errors)
 
 
@@ -55,8 +54,8 @@ async def test_abort_returns_the_partial_and_going_on_equals_never_having_aborte
         rest = await replica.generate([*prompt, *partial.token_ids], SamplingParams(max_tokens=60, temperature=0.0))
         completion = join(partial, rest)
         rows = reference.rows(replica.weights.models[0], prompt, completion)
-        assert reference.greedy(rows, completion.token_ids)
-        assert reference.error(rows, completion.token_ids, completion.logprobs) <= TOLERANCE
+        assert reference.greedy(rows, completion.token_ids, replica.tolerance)
+        assert reference.error(rows, completion.token_ids, completion.logprobs) <= replica.tolerance
         assert completion.version_spans == (VersionSpan(0, len(completion.token_ids), replica.version or 0),)
 
 
@@ -77,7 +76,7 @@ async def test_requests_survive_a_pause_and_sample_nothing_in_it(kind: Kind, rep
         await replica.engine.resume()  # does no harm
     for prompt, completion in traffic.finished:
         assert_covered(completion, 300)
-        assert span_error(replica, {replica.version or 0: 0}, prompt, completion) <= TOLERANCE
+        assert span_error(replica, {replica.version or 0: 0}, prompt, completion) <= replica.tolerance
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_kv", "abort_resume"])
@@ -95,7 +94,7 @@ async def test_a_push_under_running_requests_has_exact_spans(kind: Kind, modal: 
     assert crossing
     for prompt, completion in traffic.finished:
         assert_covered(completion, 400)
-        assert span_error(modal, {old: 0, new: 1}, prompt, completion) <= TOLERANCE
+        assert span_error(modal, {old: 0, new: 1}, prompt, completion) <= modal.tolerance
     for prompt, completion in crossing:
         before, after = completion.version_spans
         assert (before.version, before.kv_version, after.version) == (old, None, new)
@@ -105,8 +104,8 @@ async def test_a_push_under_running_requests_has_exact_spans(kind: Kind, modal: 
         assert after.kv_version == old
         rows = reference.mixed_rows(*modal.weights.models, prompt, completion, before.end)
         tokens, logprobs = completion.token_ids[before.end :], completion.logprobs[before.end :]
-        assert reference.greedy(rows, tokens)
-        assert reference.error(rows, tokens, logprobs) <= TOLERANCE
+        assert reference.greedy(rows, tokens, modal.tolerance)
+        assert reference.error(rows, tokens, logprobs) <= modal.tolerance
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_kv", "abort_resume"])
@@ -123,7 +122,7 @@ async def test_long_requests_cross_many_versions_and_lose_no_token(kind: Kind, m
     assert traffic.most_spans() >= 3
     for prompt, completion in traffic.finished:
         assert_covered(completion, LONG)
-        assert span_error(modal, policies, prompt, completion) <= TOLERANCE
+        assert span_error(modal, policies, prompt, completion) <= modal.tolerance
         first, *later = completion.version_spans
         oldest = first.kv_version if first.kv_version is not None else first.version
         assert all(span.kv_version == (oldest if mode == "keep_kv" else None) for span in later)
@@ -138,7 +137,7 @@ async def test_no_prefix_is_cached_across_a_push(kind: Kind, modal: Replica, mod
         for _ in range(2):  # computed, then from the cache
             completion = await modal.generate(prompt)
             rows = reference.rows(modal.weights.models[which], prompt, completion)
-            assert reference.error(rows, completion.token_ids, completion.logprobs) <= TOLERANCE
+            assert reference.error(rows, completion.token_ids, completion.logprobs) <= modal.tolerance
             assert completion.version_spans == (VersionSpan(0, 24, new),)
 
 
@@ -155,6 +154,6 @@ async def test_a_caller_with_an_older_version_gets_true_spans(kind: Kind, modal:
     (span,) = late.version_spans
     assert (span.start, span.end, span.version) == (0, 24, new)
     rows = reference.rows(modal.weights.models[1], prompt, late)
-    exact = reference.error(rows, late.token_ids, late.logprobs) <= TOLERANCE
+    exact = reference.error(rows, late.token_ids, late.logprobs) <= modal.tolerance
     assert exact or span.kv_version == old
     assert exact or mode == "keep_kv"

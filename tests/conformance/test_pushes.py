@@ -18,7 +18,6 @@ from slipstream.rollout.engines import registry as servers
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
-from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import GREEDY, PROMPTS, VERSIONS, Replica, Traffic, Weights, make_publisher
 from slipstream.weightsync.broadcast import BroadcastGroup
 
@@ -76,13 +75,15 @@ async def test_collectives_between_gpus_update_the_weights(
     kind = accelerator.current()
     assert kind is not None
     device = accelerator.device_of_rank(0)
-    with contextlib.closing(make_publisher(replica.engine, folder=tmp_path, backend=kind.collectives)) as publisher:
+    with contextlib.closing(
+        make_publisher(replica.engine, folder=tmp_path, backend=kind.collectives, tolerance=replica.tolerance)
+    ) as publisher:
         for which in (1, 0, 1):
             weights = {name: tensor.to(device) for name, tensor in tiny.weights(replica.weights.folders[which]).items()}
             canary = tiny.canary(replica.weights.models[which])
             report = await publisher.publish(next(VERSIONS), weights.items(), *canary)
             assert (report.pushed, report.failed) == (("replica",), {})
-            assert report.canary <= TOLERANCE
+            assert report.canary <= replica.tolerance
             replica.version = report.version
             assert await replica.serves(which)
 
@@ -107,7 +108,7 @@ async def test_adapters_only_update_to_the_merged_weights(
     for _ in range(2):  # the second adds to the base, not to the first
         report = await adapted.publish(adapters.items(), 1, transport)
         assert report.pushed == ("replica",)
-        assert report.canary <= TOLERANCE
+        assert report.canary <= adapted.tolerance
     assert await adapted.serves(1)
     assert report.sent_bytes < sum(tensor.nbytes for tensor in base.values()) / 3
     await adapted.close()
@@ -127,7 +128,7 @@ async def test_a_delta_holds_what_changed_and_nothing_else(kind: Kind, replica: 
 @pytest.mark.parametrize("bucket_bytes", [16 << 10, 300 << 10, 64 << 20])
 async def test_weights_travel_in_buckets_of_any_size(replica: Replica, tmp_path: Path, bucket_bytes: int) -> None:
     """Of a whole model in one to a tensor in many."""
-    publisher = make_publisher(replica.engine, folder=tmp_path, bucket_bytes=bucket_bytes)
+    publisher = make_publisher(replica.engine, folder=tmp_path, bucket_bytes=bucket_bytes, tolerance=replica.tolerance)
     weights, model = tiny.weights(replica.weights.folders[1]), replica.weights.models[1]
     report = await publisher.publish(next(VERSIONS), weights.items(), *tiny.canary(model))
     publisher.close()
@@ -252,4 +253,4 @@ async def test_weights_that_do_not_fit_leave_the_old_ones_serving(replica: Repli
     await replica.push(1)
     completion = await replica.generate(PROMPTS[0], GREEDY)
     rows = reference.rows(replica.weights.models[1], PROMPTS[0], completion)
-    assert reference.error(rows, completion.token_ids, completion.logprobs) <= TOLERANCE
+    assert reference.error(rows, completion.token_ids, completion.logprobs) <= replica.tolerance

@@ -22,7 +22,6 @@ from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.quantized_model import quantization_config
 from slipstream.tests import tiny
 from slipstream.tests.conformance.kinds import Kind
-from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import VERSIONS, Replica, Weights, make_publisher
 from slipstream.tests.conformance.servers import Server, configure
 from slipstream.weightsync import fp8
@@ -62,7 +61,8 @@ def quantized_server(
     if kind.name != "vllm":
         yield request.getfixturevalue("server")
         return
-    server = start(kind, policies.folders[0], options={"quantization": "fp8"}, dtype="bfloat16")
+    options = {"quantization": "fp8"}
+    server = start(kind, policies.folders[0], options=options, dtype="bfloat16", tolerance=KERNELS)
     yield server
     server.close()
 
@@ -85,7 +85,7 @@ def publisher_of(
         partial=replica.partial,
         transport=transport,
         bucket_bytes=bucket_bytes,
-        tolerance=KERNELS if replica.kind.name == "vllm" else TOLERANCE,
+        tolerance=replica.tolerance,
         quantized=quantized,
     )
     return contextlib.closing(publisher)

@@ -23,6 +23,8 @@ END_OF_SEQUENCE = 3
 
 EDGE = 1e-5
 """Probability by which two sums of the same 400 probabilities in float32 may differ; a tail token has 1e-4 or more."""
+WIDE_EDGE = 0.005
+"""The same, and nats, where a server's tolerance is that of TF32: tokens near an edge may change places."""
 
 
 def prompt_before(token: int, model: PreTrainedModel) -> list[int]:
@@ -40,8 +42,8 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(replica: Rep
     model = replica.weights.models[0]
     for prompt, completion in zip(PROMPTS, await replica.generate_all(PROMPTS), strict=True):
         rows = reference.rows(model, prompt, completion)
-        assert reference.greedy(rows, completion.token_ids)
-        assert reference.error(rows, completion.token_ids, completion.logprobs) <= TOLERANCE
+        assert reference.greedy(rows, completion.token_ids, replica.tolerance)
+        assert reference.error(rows, completion.token_ids, completion.logprobs) <= replica.tolerance
         assert completion.version_spans == (VersionSpan(0, 24, replica.version or 0),)
         assert completion.finish_reason == "length"
 
@@ -51,7 +53,7 @@ async def test_sampled_logprobs_are_those_of_transformers(replica: Replica, temp
     sampling = SamplingParams(max_tokens=40, temperature=temperature)
     for prompt, completion in zip(PROMPTS, await replica.generate_all(PROMPTS, sampling), strict=True):
         rows = reference.rows(replica.weights.models[0], prompt, completion, temperature)
-        assert reference.error(rows, completion.token_ids, completion.logprobs) <= TOLERANCE
+        assert reference.error(rows, completion.token_ids, completion.logprobs) <= replica.tolerance
 
 
 async def test_samples_follow_the_distribution_and_differ(replica: Replica) -> None:
@@ -69,19 +71,20 @@ async def test_truncated_samples_have_the_truncated_logprobs(
     kind: Kind, replica: Replica, truncation: dict[str, float]
 ) -> None:
     kind.needs("truncated")
+    edge = EDGE if replica.tolerance == TOLERANCE else WIDE_EDGE
     sampling = SamplingParams(max_tokens=40, **truncation)  # type: ignore[arg-type]
     for prompt, completion in zip(PROMPTS, await replica.generate_all(PROMPTS, sampling), strict=True):
         rows = reference.rows(replica.weights.models[0], prompt, completion)
         if "top_k" in truncation:
             kept = rows.topk(20).values
             near = rows.masked_fill(
-                rows < kept[:, -1:] - EDGE, -torch.inf
+                rows < kept[:, -1:] - edge, -torch.inf
             )  # an engine keeps 20 of the tokens that tie, or all
             truncated = [near - kept.logsumexp(-1, keepdim=True), near.log_softmax(-1)]
         else:  # in one of 2000 rows a token lies on the edge, in or out by the last bit of a sum
-            truncated = [reference.nucleus(rows, 0.8 + slack) for slack in (-EDGE, EDGE)]
+            truncated = [reference.nucleus(rows, 0.8 + slack) for slack in (-edge, 0.0, edge)]
         deviations = [reference.deviations(row, completion.token_ids, completion.logprobs) for row in truncated]
-        assert float(torch.stack(deviations).amin(0).max()) <= TOLERANCE
+        assert float(torch.stack(deviations).amin(0).max()) <= replica.tolerance
 
 
 async def test_equal_seeds_draw_equal_tokens_and_others_do_not(kind: Kind, replica: Replica) -> None:
@@ -105,7 +108,7 @@ async def test_only_named_tokens_stop_and_they_belong_to_the_completion(kind: Ki
     )
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == free.token_ids[:end]
-    assert stopped.logprobs == pytest.approx(free.logprobs[:end], abs=TOLERANCE)
+    assert stopped.logprobs == pytest.approx(free.logprobs[:end], abs=replica.tolerance)
     assert stopped.version_spans == (VersionSpan(0, end, replica.version or 0),)
 
     first = await replica.generate(
@@ -123,7 +126,7 @@ async def test_the_models_own_end_of_sequence_does_not_stop_unless_named(kind: K
     named = msgspec.structs.replace(GREEDY, stop_token_ids=(END_OF_SEQUENCE,))
     stopped = await replica.generate(prompt, named)
     assert (stopped.token_ids, stopped.finish_reason) == ((END_OF_SEQUENCE,), "stop")
-    assert stopped.logprobs == pytest.approx(free.logprobs[:1], abs=TOLERANCE)
+    assert stopped.logprobs == pytest.approx(free.logprobs[:1], abs=replica.tolerance)
     assert stopped.version_spans == (VersionSpan(0, 1, replica.version or 0),)
 
 
@@ -136,7 +139,7 @@ async def test_completions_are_as_long_as_asked_up_to_the_end_of_the_context(rep
         completion = await replica.generate(prompt, SamplingParams(max_tokens=room, temperature=0.0))
         rows = reference.rows(replica.weights.models[0], prompt, completion)
         assert (len(completion.token_ids), completion.finish_reason) == (room, "length")
-        assert reference.error(rows, completion.token_ids, completion.logprobs) <= TOLERANCE
+        assert reference.error(rows, completion.token_ids, completion.logprobs) <= replica.tolerance
 
 
 async def test_more_requests_than_the_server_takes_at_once_wait_their_turn(replica: Replica) -> None:
@@ -157,8 +160,8 @@ async def test_more_requests_than_the_server_takes_at_once_wait_their_turn(repli
     assert 0 < busy.kv_usage <= 1
     for prompt, completion in zip(prompts, await burst, strict=True):
         rows = reference.rows(replica.weights.models[0], prompt, completion)
-        assert reference.greedy(rows, completion.token_ids)
-        assert reference.error(rows, completion.token_ids, completion.logprobs) <= TOLERANCE
+        assert reference.greedy(rows, completion.token_ids, replica.tolerance)
+        assert reference.error(rows, completion.token_ids, completion.logprobs) <= replica.tolerance
     await replica.running(0)
     assert (await replica.engine.get_load()).waiting == 0
 
@@ -167,9 +170,9 @@ async def test_scores_are_those_of_transformers_at_temperature_1(replica: Replic
     for which in (0, 1):
         await replica.push(which)
         ids, expected = tiny.canary(replica.weights.models[which])
-        assert await replica.engine.score(ids) == pytest.approx(expected, abs=TOLERANCE)
+        assert await replica.engine.score(ids) == pytest.approx(expected, abs=replica.tolerance)
         # The second time a prefix cache could answer, which keeps no log-probs of prompts.
-        assert await replica.engine.score(ids) == pytest.approx(expected, abs=TOLERANCE)
+        assert await replica.engine.score(ids) == pytest.approx(expected, abs=replica.tolerance)
 
 
 async def test_scores_do_not_queue_behind_the_episodes(replica: Replica) -> None:
@@ -177,7 +180,7 @@ async def test_scores_do_not_queue_behind_the_episodes(replica: Replica) -> None
     episodes = asyncio.gather(*(replica.generate(PROMPTS[i % 8], SamplingParams(max_tokens=400)) for i in range(96)))
     await replica.running(MAX_CONCURRENT)
     ids, expected = tiny.canary(replica.weights.models[0])
-    assert await replica.engine.score(ids) == pytest.approx(expected, abs=TOLERANCE)
+    assert await replica.engine.score(ids) == pytest.approx(expected, abs=replica.tolerance)
     assert not episodes.done()
     assert (await replica.engine.get_load()).waiting > 0
     episodes.cancel()

@@ -13,7 +13,6 @@ from slipstream.configs.schema import Partial
 from slipstream.errors import EngineError
 from slipstream.rollout.engines import registry as servers
 from slipstream.tests.conformance.kinds import Kind
-from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import PROMPTS, ROUNDS, Replica, Traffic, Weights
 from slipstream.tests.conformance.servers import Server, configure
 from slipstream.tests.conformance.test_partial import assert_covered, span_error
@@ -83,7 +82,7 @@ async def test_requests_under_way_lose_no_token_and_go_on_with_the_next_version(
     assert traffic.crossing()
     for prompt, whole in traffic.finished:
         assert_covered(whole, 300)
-        assert span_error(sleeper, {old or 0: 0, new: 1}, prompt, whole) <= TOLERANCE
+        assert span_error(sleeper, {old or 0: 0, new: 1}, prompt, whole) <= sleeper.tolerance
     assert await sleeper.serves(1)
 
 
