@@ -110,7 +110,7 @@ def _hand_overs(profile: RunProfile, folder: Path, law: EmulatedLaw) -> HandOver
     beyond = [row["step_s"] * (1 - law.seconds_per_token * row["learner_tokens_per_s"]) for row in rows]
     (workload,) = profile.environments
     assert isinstance(workload, Observed)
-    began = [episode.start_s for group in workload.groups for episode in group]
+    began = [episode.lease_s + episode.start_s for group in workload.groups for episode in group]
     return HandOvers(
         profile.push.once_s,
         profile.push.cohort_s,

@@ -137,7 +137,7 @@ def _environments(
     return tuple(found)
 
 
-def _shape(branches: Sequence[BatchRow], began: float, loads: Mapping[str, WorkerLoad]) -> EpisodeShape:
+def _shape(branches: Sequence[BatchRow], leased: float, loads: Mapping[str, WorkerLoad]) -> EpisodeShape:
     """Of one episode. Where its turns have no times, that of the environment is spread evenly over them; where nothing is recorded
     of its worker, all of it is waiting."""
     found: list[tuple[Turn, int]] = []  # a turn, and the new tokens before it
@@ -165,7 +165,8 @@ def _shape(branches: Sequence[BatchRow], began: float, loads: Mapping[str, Worke
     for (turn, new), following in zip(found, [*asked[1:], _ended(branches)], strict=True):
         arrived = turn.asked + turn.queued_s + turn.first_s + turn.decode_s
         turns.append(TurnShape(new, turn.end - turn.start, *split(arrived, following)))
-    return EpisodeShape(reward, tokens, tuple(turns), found[0][0].cached or 0, *split(began, asked[0]))
+    start, lease = split(branches[0].started, asked[0]), split(leased, branches[0].started)
+    return EpisodeShape(reward, tokens, tuple(turns), found[0][0].cached or 0, *start, *lease)
 
 
 def _began(branches: Sequence[BatchRow], leased: Mapping[int, float]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import msgspec
 
 from ..buffer.admission import Admission, ReplayConfig
@@ -42,6 +44,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     canary_s: float  # of `cohort_s`, after the pause
     push_steps: float  # decode steps that the push of a cohort waits for
     deliver_s: float  # from the end of an episode until its slot is free and its group counts
+    request_work_s: float  # that a worker computes to request groups: as much as for the reply
     take_s: float
     step_s: tuple[
         float, ...
@@ -87,6 +90,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             canary_s=profile.push.canary_s,
             push_steps=profile.push.steps,
             deliver_s=profile.deliver_s,
+            request_work_s=fmean([workload.lease_work_s for workload in profile.environments], shares),
             take_s=learner.take_s,
             step_s=tuple(seconds * learner.ranks / ranks for seconds in learner.seconds_per_token),
             gpus=engine.count * profile.engine.ranks + ranks,

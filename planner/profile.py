@@ -23,7 +23,7 @@ from .figures import RunFigures
 from .workload import Seconds, Workload
 
 PROFILE = "profile.json"  # in the folder of a run
-FORMAT = 3  # raise it when a field changes its meaning
+FORMAT = 4  # raise it when a field changes its meaning
 # Any preset, with an advantage that allows groups of every size and of equal rewards: `load` checks settings as it checks those of
 # a config, and a simulation reads no other key of it. What the algorithm of a run allows is for the run's own config to say.
 BASE, ANY_ADVANTAGE = "quickstart", 'learner.algorithm.advantage={kind: python, function: "any:advantage"}'
@@ -99,7 +99,7 @@ class _Format(msgspec.Struct):
 class RunProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module. `measured` are the figures of the run, from which a simulation of the run itself should not differ."""
 
-    format: Literal[3] = FORMAT
+    format: Literal[4] = FORMAT
     settings: dict[str, bool | int | str]
     environments: Annotated[tuple[Workload, ...], Meta(min_length=1)]
     engine: EngineProfile

@@ -88,6 +88,7 @@ class SimulatedRun:
                 self._fleet.make_router(plan.max_concurrent, longest, random.Random(self._rng.random())),
                 self._shapes,
                 self._delivered,
+                self._lease,
             )
             for i in range(plan.workers)
         ]
@@ -135,18 +136,22 @@ class SimulatedRun:
         return [group[member] for member in lease.members]
 
     def _lease(self) -> None:
-        """Lease groups, one worker after the other, while there are slots and admission allows."""
+        """Grant groups that are requested, one to each worker in turn, while admission allows."""
         workers = self._workers
+        granted: dict[int, SimulatedWorker] = {}
         passed = 0
         while passed < len(workers):
             worker = workers[self._turn]
-            if worker.free_groups:
-                if not worker.lease():
-                    return
+            if worker.requested:
+                if not worker.grant():
+                    break
+                granted[self._turn] = worker
                 passed = 0
             else:
                 passed += 1
             self._turn = (self._turn + 1) % len(workers)
+        for worker in granted.values():
+            worker.reply()
 
     def _delivered(self, episode: PlayedEpisode, kept: bool) -> None:
         if kept:
@@ -160,7 +165,6 @@ class SimulatedRun:
         loads = self._fleet.loads()
         for worker in self._workers:
             worker.observe(loads)
-        self._lease()
         self._check_progress()
         self._clock.after(SAMPLE_S, self._observe)
 
@@ -169,7 +173,7 @@ class SimulatedRun:
         refilled = self.replay.counters().refilled - self._refilled
         if refilled > REFILLS * self.plan.admission.groups_per_batch:
             self._stuck = f"{refilled} groups in a row had equal rewards (buffer.dynamic_sampling)"
-        elif self._asked_at is not None and not any(worker.playing for worker in self._workers):
+        elif self._asked_at is not None and all(worker.waits for worker in self._workers):
             self._stuck = "the learner waits for a batch, and no episode runs"
 
     def _report(self) -> None:
@@ -248,8 +252,8 @@ class SimulatedRun:
         for worker in self._workers:
             worker.account()
         generated = replay.table.ledgers.total.generated
-        slot_s = sum(worker.slot_s for worker in self._workers)
-        idle_slot_s = sum(worker.idle_slot_s for worker in self._workers)
+        slot_s = sum(worker.slot_time.slot_s for worker in self._workers)
+        idle_slot_s = sum(worker.slot_time.idle_slot_s for worker in self._workers)
         before, self._before = self._before, (generated, slot_s, idle_slot_s)
         self.samples.append(
             StepSample(

@@ -4,8 +4,9 @@
                                         ^───────────────────────────────────────────────────────┘
 
 Invariants:
-- A worker plays as `rollout.worker` does: it leases only with room for a whole group, a smaller number of slots ends no episode,
-  and a slot that waits for the room of a whole group is not idle.
+- A worker plays as `rollout.worker` does: it requests leases only with room for a whole group, one request after the other; an
+  episode counts from when the reply is there; a smaller number of slots ends no episode.
+- A request and its reply wait for the worker's event loop, as episodes do between completions.
 - An episode whose result is no longer wanted is cancelled at the next report of progress.
 - A worker computes for one episode at a time: those that wait for it share it, and it is slowed while the learner of the same host
   computes.
@@ -21,6 +22,7 @@ from ..buffer.lease_manager import LeaseManager
 from ..buffer.messages import Lease
 from ..buffer.trajectory import FINISHED, UNWANTED, Outcome
 from ..rollout.concurrency import Concurrency, EngineLoad
+from ..rollout.slot_time import SlotTime
 from .engine import SimulatedRequest
 from .fleet import SimulatedRouter
 from .kernel import ONE_AT_A_TIME, SharedProcessor, VirtualClock
@@ -28,17 +30,31 @@ from .plan import SimulationPlan
 from .workload import EpisodeShape
 
 CANCELLED = Outcome("failed", UNWANTED)
+REQUEST = "request"  # the job of the loop that ends with a request for groups
 
 
 class PlayedEpisode:
-    __slots__ = ("began", "context", "ended", "generated", "group", "id", "oldest", "request", "shape", "turn")
+    __slots__ = (
+        "began",
+        "context",
+        "ended",
+        "generated",
+        "group",
+        "id",
+        "oldest",
+        "request",
+        "shape",
+        "started",
+        "turn",
+    )
 
     def __init__(self, id: str, group: int, oldest: int, shape: EpisodeShape, began: float) -> None:
         self.id = id
         self.group = group
         self.oldest = oldest  # version of a replica that it may use
         self.shape = shape
-        self.began = began
+        self.began = began  # when it was leased
+        self.started = False  # the worker's loop has got to it
         self.ended = 0.0
         self.turn = 0
         self.context = 0  # tokens so far
@@ -47,11 +63,12 @@ class PlayedEpisode:
 
 
 class SimulatedWorker:
-    """`draw` makes the shapes of a leased group's members; `delivered` is called after each delivery with the episode, and whether
-    the buffer keeps it.
+    """`draw` makes the shapes of a leased group's members. `delivered` is called after each delivery with the episode, and whether
+    the buffer keeps it; `requested_groups` when a request has arrived, which `grant` and `reply` answer.
 
     Attributes:
-        slot_s, idle_slot_s: as a worker reports them.
+        slot_time: as a worker reports it.
+        requested: groups of a request that waits for admission.
     """
 
     def __init__(
@@ -63,58 +80,88 @@ class SimulatedWorker:
         router: SimulatedRouter,
         draw: Callable[[Lease], Sequence[EpisodeShape]],
         delivered: Callable[[PlayedEpisode, bool], None],
+        requested_groups: Callable[[], None],
     ) -> None:
-        self.slot_s = 0.0
-        self.idle_slot_s = 0.0
+        self.slot_time = SlotTime(plan.replay.group_size, clock.now)
+        self.requested = 0
         self._name = f"worker-{index}"
-        self._deliver_s = plan.deliver_s
+        self._deliver_s, self._request_work_s = plan.deliver_s, plan.request_work_s
         self._clock = clock
         self._leases = leases
         self._router = router
         self._draw = draw
         self._delivered = delivered
+        self._requested_groups = requested_groups
         self._group_size = plan.replay.group_size
         self._concurrency = Concurrency(self._group_size, plan.max_concurrent, plan.workers, plan.limits[index])
         self._concurrency.set_replicas(plan.replicas)
         self._playing: dict[str, PlayedEpisode] = {}
-        self._processor: SharedProcessor[PlayedEpisode] = SharedProcessor(clock, ONE_AT_A_TIME, self._next)
-        self._accounted_at = clock.now
+        self._asking = False  # from when the loop is to send a request until it has the reply
+        self._granted: dict[str, PlayedEpisode] = {}  # in a reply that the loop has not got to
+        self._processor: SharedProcessor[PlayedEpisode | str] = SharedProcessor(clock, ONE_AT_A_TIME, self._computed)
 
     @property
     def free_groups(self) -> int:
         """Whole groups that may start."""
-        return max(0, self._concurrency.cap - len(self._playing)) // self._group_size
+        return max(0, self._concurrency.cap - self.playing) // self._group_size
 
     @property
     def playing(self) -> int:
-        """Episodes that run."""
-        return len(self._playing)
+        """Episodes that the worker counts: those in a reply that is on its way are none of them yet."""
+        return len(self._playing) - len(self._granted)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it plays nothing, and its request is not granted."""
+        return not self._playing and self.requested > 0
 
     def account(self) -> None:
-        """Bring `slot_s` and `idle_slot_s` up to now; before every change of what is playing or of the slots."""
-        seconds, self._accounted_at = self._clock.now - self._accounted_at, self._clock.now
-        if seconds > 0:
-            slots, playing = self._concurrency.cap, len(self._playing)
-            self.slot_s += max(slots, playing) * seconds
-            self.idle_slot_s += (slots - playing if self.free_groups else 0) * seconds
+        """Bring `slot_time` up to now; before every change of what is played or of the slots."""
+        self.slot_time.account(self._clock.now, self._concurrency.cap, self.playing)
 
     def observe(self, loads: Sequence[EngineLoad]) -> None:
         """A second has passed."""
         self.account()
-        self._concurrency.observe(loads, self._router.waiting, len(self._playing))
+        self._concurrency.observe(loads, self._router.waiting, self.playing)
+        self._ask()
 
-    def lease(self) -> bool:
-        """Lease a group and begin its episodes. False where the buffer grants none."""
+    def _ask(self) -> None:
+        """Request all groups that there is room for, one request after the other."""
+        if not self._asking and self.free_groups:
+            self._asking = True
+            self._compute(REQUEST, self._request_work_s)
+
+    def _request(self) -> None:
+        self.requested = self.free_groups
+        if self.requested:
+            self._requested_groups()
+        else:  # there are fewer slots now
+            self._asking = False
+
+    def grant(self) -> bool:
+        """Grant one of the requested groups; its episodes wait for the worker's loop. False where admission allows none."""
         lease = self._leases.grant(self._name, self._clock.now)
         if lease is None:
             return False
-        self.account()
+        self.requested -= 1
         for member, shape in zip(lease.members, self._draw(lease), strict=True):
             id = lease.episode(member)
             episode = PlayedEpisode(id, lease.group_id, lease.oldest_version, shape, self._clock.now)
-            self._playing[id] = episode
-            self._after(shape.start_s, shape.start_work_s, episode)
+            self._playing[id] = self._granted[id] = episode
         return True
+
+    def reply(self) -> None:
+        """Answer the request with what was granted."""
+        self.requested = 0
+        for episode in list(self._granted.values()):
+            self._after(episode.shape.lease_s, episode.shape.lease_work_s, episode)
+
+    def _take_reply(self) -> None:
+        """The loop has the reply, whose episodes count from now on, and requests more where there is room."""
+        self.account()
+        self._granted.clear()
+        self._asking = False
+        self._ask()
 
     def slow(self, slowness: float) -> None:
         """Compute `slowness` times as long from now on."""
@@ -131,9 +178,15 @@ class SimulatedWorker:
             self._end(episode, CANCELLED)
 
     def _next(self, episode: PlayedEpisode) -> None:
-        """Its next turn, or its end."""
+        """Its start, its next turn, or its end."""
         if episode.id not in self._playing:
             return  # cancelled while its environment worked
+        if not episode.started:
+            episode.started = True
+            if episode.id in self._granted:
+                self._take_reply()
+            self._after(episode.shape.start_s, episode.shape.start_work_s, episode)
+            return
         if episode.turn == len(episode.shape.turns):
             episode.ended = self._clock.now
             self._clock.after(self._deliver_s, self._deliver, episode)
@@ -164,11 +217,17 @@ class SimulatedWorker:
         else:
             self._compute(episode, work_s)
 
-    def _compute(self, episode: PlayedEpisode, work_s: float) -> None:
-        if work_s and episode.id in self._playing:
-            self._processor.add(episode, work_s)
+    def _compute(self, job: PlayedEpisode | str, work_s: float) -> None:
+        if work_s and (isinstance(job, str) or job.id in self._playing):
+            self._processor.add(job, work_s)
         else:
-            self._next(episode)
+            self._computed(job)
+
+    def _computed(self, job: PlayedEpisode | str) -> None:
+        if isinstance(job, PlayedEpisode):
+            self._next(job)
+        else:
+            self._request()
 
     def _count(self, episode: PlayedEpisode, request: SimulatedRequest) -> None:
         episode.request = None
@@ -179,9 +238,12 @@ class SimulatedWorker:
     def _end(self, episode: PlayedEpisode, outcome: Outcome) -> None:
         self.account()
         del self._playing[episode.id]
+        if self._granted.pop(episode.id, None) is not None and not self._granted:
+            self._take_reply()
         if episode in self._processor.jobs:
             self._processor.remove(episode)
         self._router.end_episode(episode.id)
         kept = episode.generated if outcome is FINISHED else {}
         ready = self._leases.deliver(episode.id, outcome, episode.generated, kept, episode.shape.reward)
         self._delivered(episode, ready)
+        self._ask()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from statistics import fmean
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -32,8 +33,8 @@ class TurnShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class EpisodeShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`tokens` are those that the learner computes, context included, over all branches; `shared` those of its first prompt that
-    other episodes have, too, and that are cached wherever it begins; from its lease to its first turn its worker waits for
-    `start_s` and computes for `start_work_s`."""
+    other episodes have, too, and that are cached wherever it begins. From its lease until its worker begins it `lease_s` pass and
+    the worker computes for `lease_work_s`, from there to its first turn `start_s` and `start_work_s`."""
 
     reward: float
     tokens: Count
@@ -41,6 +42,8 @@ class EpisodeShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shared: Count = 0
     start_s: Seconds = 0.0
     start_work_s: Seconds = 0.0
+    lease_s: Seconds = 0.0
+    lease_work_s: Seconds = 0.0
 
     @property
     def sampled(self) -> int:
@@ -49,7 +52,8 @@ class EpisodeShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def environment_s(self) -> float:
         """Seconds in which it is no request, where its worker plays no other."""
-        return self.start_s + self.start_work_s + sum(turn.environment_s + turn.work_s for turn in self.turns)
+        before = self.lease_s + self.lease_work_s + self.start_s + self.start_work_s
+        return before + sum(turn.environment_s + turn.work_s for turn in self.turns)
 
 
 class Observed(msgspec.Struct, frozen=True, tag="observed", tag_field="kind", forbid_unknown_fields=True):
@@ -68,6 +72,11 @@ class Observed(msgspec.Struct, frozen=True, tag="observed", tag_field="kind", fo
     def longest(self) -> int:
         """Tokens of the longest episode."""
         return max(episode.tokens for group in self.groups for episode in group)
+
+    @property
+    def lease_work_s(self) -> float:
+        """Mean of its episodes."""
+        return fmean(episode.lease_work_s for group in self.groups for episode in group)
 
 
 class Lognormal(msgspec.Struct, frozen=True, tag="lognormal", tag_field="kind", forbid_unknown_fields=True):
@@ -94,6 +103,8 @@ class Lognormal(msgspec.Struct, frozen=True, tag="lognormal", tag_field="kind", 
         each, rest = divmod(total, self.turns)
         turns = tuple(TurnShape(self.prompt, each + (i < rest), self.environment_s) for i in range(self.turns))
         return EpisodeShape(0.0, total + self.turns * self.prompt, turns, shared)
+
+    lease_work_s: ClassVar[float] = 0.0  # nothing is known of the workers
 
     @property
     def longest(self) -> int:

@@ -34,6 +34,7 @@ from .concurrency import Concurrency
 from .failures import FailureLog, FailureWindow
 from .loop_watchdog import EventLoopWatchdog
 from .player import EpisodePlayer, EpisodeResult
+from .slot_time import SlotTime
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +68,13 @@ class Worker:
         self._running: dict[str, Counts] = {}
         self._cancel_scopes: dict[str, asyncio.Timeout] = {}
         self._failures, self._window = FailureLog(tell), FailureWindow(tell)
-        self._slot_s = 0.0
-        self._idle_slot_s = 0.0
+        self._slot_time = SlotTime(group_size, time.monotonic())
         self._changed = asyncio.Condition()
 
     def set_limit(self, limit: int | None) -> None:
         """Most episodes to play at once from now on, None for no limit. No running episode is ended, and a group that is asked for
         already may still come."""
+        self._account()
         self._concurrency.set_limit(limit)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -90,14 +91,15 @@ class Worker:
 
     async def _work(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._count_slots(), name="slots")
             for shard in range(self._buffer.shards):  # one that does not answer keeps no report from the others
                 tasks.create_task(self._report_progress(shard), name=f"progress {shard}")
             tasks.create_task(self._sample_load(), name="load")
             while True:
                 async with self._changed:
                     await self._changed.wait_for(lambda: self._free_groups or self._buffer.answered)
-                for lease in await self._buffer.leases(self._free_groups):
+                leases = await self._buffer.leases(self._free_groups)
+                self._account()
+                for lease in leases:
                     for member in lease.members:
                         self._running[lease.episode(member)] = {}
                     for member in lease.members:
@@ -118,6 +120,10 @@ class Worker:
     def _free_groups(self) -> int:
         """Whole groups that may start."""
         return max(0, self._concurrency.cap - len(self._running)) // self._group_size
+
+    def _account(self) -> None:
+        """Before the cap or what is played changes."""
+        self._slot_time.account(time.monotonic(), self._concurrency.cap, len(self._running))
 
     async def _episode(self, lease: Lease, member: int) -> None:
         episode_id = lease.episode(member)
@@ -148,6 +154,7 @@ class Worker:
             await self._buffer.deliver(episode_id, generated, result.outcome, (), (), {})
         self._ended += 1
         async with self._changed:
+            self._account()
             del self._running[episode_id]
             self._changed.notify_all()
         if result is not CANCELLED:
@@ -160,6 +167,7 @@ class Worker:
         router, concurrency = self._player.router, self._concurrency
         while True:
             samples = await router.engine_loads()
+            self._account()
             concurrency.set_replicas(router.serving)
             concurrency.observe(samples, router.waiting, len(self._running), router.per_sample)
             async with self._changed:
@@ -177,20 +185,11 @@ class Worker:
     async def _progress(self, shard: int) -> tuple[str, ...]:
         buffer = self._buffer
         running = {id: counts for id, counts in self._running.items() if buffer.shard_of(id) == shard}
-        slots = (self._slot_s, self._idle_slot_s) if shard == 0 else (0.0, 0.0)
+        self._account()
+        account = self._slot_time
+        slots = (account.slot_s, account.idle_slot_s) if shard == 0 else (0.0, 0.0)
         return await buffer.progress(running, *slots, shard)
 
     async def _leave(self, shard: int) -> None:
         await self._progress(shard)
         await self._buffer.deregister(shard)
-
-    async def _count_slots(self) -> None:
-        """A slot that waits for the room of a whole group is not idle; one without a lease is."""
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(PROGRESS_S)
-            now = time.monotonic()
-            slots, playing = self._concurrency.cap, len(self._running)
-            self._slot_s += max(slots, playing) * (now - last)
-            self._idle_slot_s += (slots - playing if self._free_groups else 0) * (now - last)
-            last = now

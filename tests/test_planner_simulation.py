@@ -9,6 +9,7 @@ from slipstream.buffer.admission import Admission
 from slipstream.errors import ConfigError, StateError
 from slipstream.planner.closed_form import estimate
 from slipstream.planner.engine import DecodeCurve
+from slipstream.planner.figures import RunFigures
 from slipstream.planner.plan import SimulationPlan
 from slipstream.planner.profile import EngineProfile, LearnerProfile, PushProfile, RunProfile
 from slipstream.planner.run import SimulatedRun, simulate
@@ -115,6 +116,22 @@ def test_a_worker_computes_for_one_episode_at_a_time(turn_s: float, start_s: flo
 
     longer = cycle_s(turn_s, start_s) - cycle_s(0.0, 0.0)
     assert longer == pytest.approx(32 / workers * (turn_s + start_s), rel=0.02)
+
+
+def test_a_group_waits_for_its_request_and_its_lease_to_be_computed() -> None:
+    """One group at a time: before each the worker computes one request and the lease of four members, while its slots are empty."""
+
+    def figures(lease_work_s: float) -> RunFigures:
+        alike = (EpisodeShape(1.0, 300, (TurnShape(0, 300, 0.0),), lease_work_s=lease_work_s),) * 4
+        plan = plan_of(Observed((alike,)), buffer__max_staleness=0, rollout__max_episodes=4)
+        return simulate(msgspec.structs.replace(plan, prefill_s=0.0, step_s=(4.5e-4,)), 20).figures
+
+    at_once, found = figures(0.0), figures(0.02)
+    longer = (8 * 5 - 1) * 0.02  # of the batch's eight groups the first was requested during the step
+    assert found.cycle_s - at_once.cycle_s == pytest.approx(longer, rel=0.01)
+    assert found.rollout_idle * found.cycle_s - at_once.rollout_idle * at_once.cycle_s == pytest.approx(
+        longer, rel=0.01
+    )
 
 
 def test_a_worker_is_slower_while_the_learner_computes() -> None:

@@ -1,0 +1,31 @@
+"""How long a worker had slots for episodes, and how long they were empty: the same account in a run and in a simulation of it.
+
+Invariants:
+- The account is exact: `account` is called before every change of the slots and of what is played.
+- A slot that waits for the room of a whole group is not idle, nor is one above the cap, in which an episode still runs.
+- Pure: the caller has the clock.
+"""
+
+from __future__ import annotations
+
+
+class SlotTime:
+    """Since `now`.
+
+    Attributes:
+        slot_s: seconds times slots, those above the cap that are still played included.
+        idle_slot_s: of these, seconds of slots without an episode.
+    """
+
+    def __init__(self, group_size: int, now: float) -> None:
+        self.slot_s = 0.0
+        self.idle_slot_s = 0.0
+        self._group_size = group_size
+        self._until = now
+
+    def account(self, now: float, slots: int, playing: int) -> None:
+        """From the last call until `now` there were `slots`, and `playing` episodes."""
+        seconds, self._until = now - self._until, now
+        self.slot_s += max(slots, playing) * seconds
+        if slots - playing >= self._group_size:
+            self.idle_slot_s += (slots - playing) * seconds
