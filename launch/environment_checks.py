@@ -72,7 +72,7 @@ def prompt(inputs: RunInputs) -> str:
     if config.launch.hosts == "many":
         return "not checked: the environments run on other hosts"
     longest, long, suites = 0, list[str](), suites_of(config)
-    for name, left_out in inputs.leave_out_long().items():
+    for name, left_out in inputs.leave_out_long_prompts().items():
         key, agent = (f"evaluation.suites.{name}", suites[name].agent) if name else ("agent", config.agent)
         for part in inputs.suites[name] if name else inputs.train:
             if not part.self_played:  # its library makes its prompts

@@ -43,7 +43,7 @@ class LiveSetting(msgspec.Struct, frozen=True):
     key: str
     value: Value
     applied_by: str
-    acts: str
+    takes_effect: str
 
 
 class SettingMark(msgspec.Struct, frozen=True):
