@@ -121,10 +121,10 @@ async def delta(folder: Path, size: str) -> tuple[Result, Result]:
                     report = await publisher.publish(version, served_as, CANARY, state.canary)
                     measured[transport] = require(report)
                 publisher.close()
-        full, changed = measured["disk"], measured["delta"]
+        on_disk, as_delta = measured["disk"], measured["delta"]
         name = f"{size}, one step of AdamW at {LR:g}, {dtype}"
-        sizes.append(Row(name, changed.sent_bytes / MIB, full.sent_bytes / MIB, "MiB"))
-        times.append(Row(name, changed.transfer_ms, full.transfer_ms, "ms"))
+        sizes.append(Row(name, as_delta.sent_bytes / MIB, on_disk.sent_bytes / MIB, "MiB"))
+        times.append(Row(name, as_delta.transfer_ms, on_disk.transfer_ms, "ms"))
     return (
         Result("bytes written: delta over the full file", "delta", "disk", tuple(sizes)),
         Result("transfer: delta over the full file", "delta", "disk", tuple(times)),
