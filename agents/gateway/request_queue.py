@@ -1,4 +1,4 @@
-"""The requests of one episode: those that are under way, and those that wait for their turn.
+"""The gateway's queue of the requests of one episode: those that are under way, and those that wait for their turn.
 
     request ──> room for its body ──> body ──> its turn ──> call ──> answer
 
