@@ -1,5 +1,5 @@
-"""Which experts the MoE routers of a model chose for each token: recorded where tokens are sampled, replayed where they are trained
-on (router replay, Ma et al. 2025, arXiv:2510.11370).
+"""Which experts the MoE routers of a model chose for each token: recorded where an engine samples the token, replayed where the
+learner trains on it (router replay, Ma et al. 2025, arXiv:2510.11370).
 
     server ──[n, layers, top_k] by position──> completion ──> trajectory, [T, layers, top_k] ──> the learner's routers
 

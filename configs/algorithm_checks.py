@@ -1,5 +1,5 @@
-"""Combinations of keys under `learner.algorithm`, and of these with `buffer`, that are each allowed and together another algorithm,
-or none; see `checks.py`."""
+"""Combinations of config keys under `learner.algorithm`, and of these with `buffer`, that are each allowed and together another
+algorithm, or none; see `checks.py`."""
 
 from __future__ import annotations
 
