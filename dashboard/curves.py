@@ -1,4 +1,4 @@
-"""The metrics of a run's steps as columns, read as the file grows, and what they say of the present.
+"""The dashboard's curves: the metrics of a run's steps as columns, read as the file grows, and their newest means.
 
 Invariants:
 - A learner that resumes repeats steps: of two rows for one step the later one counts.

@@ -1,5 +1,5 @@
-"""Which episodes of a run a person reads in a terminal: of one step or one evaluation the newest, the worst or the best, or those
-that failed.
+"""Episodes that `slipstream show` reads for a person in a terminal: of one step or one evaluation the newest, the worst, the best
+or the failed ones.
 
 Invariants:
 - Without a step it is the newest that was trained, before the first one whatever was delivered; failed episodes are then looked for

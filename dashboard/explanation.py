@@ -1,4 +1,5 @@
-"""What `slipstream explain` says of a run, for the page: found off the requests, kept, and found again after new steps.
+"""What `slipstream explain` says of a run, for the dashboard: computed apart from requests, kept, and computed again after new
+steps.
 
     request ──> the newest that is known, at once        task ──> waits until it is due ──> `RunAccess.explain` ──> kept
 

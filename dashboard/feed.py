@@ -1,4 +1,4 @@
-"""What all pages of a server share: one look at the files of its runs at a time, and the answers to equal questions.
+"""What all pages of one dashboard share: one reader of the files of its runs, and the answers to equal questions.
 
     RunFolder ──a look every LOOK_S, while a page listens──> numbers of changes ──> every page
     page, page, page ──the same question──> one read ──> the same bytes

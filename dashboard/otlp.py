@@ -1,4 +1,5 @@
-"""A trace sent to a collector of OpenTelemetry (OTLP over HTTP), by its SDK, under the names that it has for generative AI.
+"""The trace of a run, sent to a collector of OpenTelemetry (OTLP over HTTP), by its SDK, under the names that it has for generative
+AI.
 
 Invariants:
 - An episode is one trace of OpenTelemetry, its root the span of the episode; so is each version of what a process did beside them.

@@ -1,4 +1,4 @@
-"""Which trajectories and batches an exported page has, and the answers about them.
+"""The sample of a run in an exported page of the dashboard: some trajectories and batches, and the answers about them.
 
     versions, evenly over the run ──> of each some groups, those first with annotations and whose rewards differ ──> their members
 

@@ -1,4 +1,4 @@
-"""Texts of tokens, by the tokenizer that the run keeps a copy of, else by that of its model's folder.
+"""The dashboard's texts of tokens, by the tokenizer that the run keeps a copy of, else by that of its model's folder.
 
 Invariants:
 - A character that several tokens make together belongs to the last of them; the others have no text.

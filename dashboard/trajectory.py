@@ -1,4 +1,4 @@
-"""One trajectory and one group, read from the store when they are asked for.
+"""The dashboard's page of one trajectory or one group, read from the buffer's store at each request.
 
 Invariants:
 - A request reads the header and the bytes that it shows: the cost of a window does not grow with the trajectory.
