@@ -1,4 +1,4 @@
-"""One confined process, seen from the host: its start, its frames, its end.
+"""One confined process of a sandbox, seen from the host: its start, its frames, its end.
 
 Invariants:
 - One request at a time; each has a deadline, after which the process is killed.
