@@ -1,4 +1,5 @@
-"""The buffer under load: its service, producers and a learner, each a process of its own, over the client that workers use.
+"""`slipstream bench buffer`: the buffer under load: its service, producers and a learner, each a process of its own, over the
+client that workers use.
 
     producers ──hello, lease, progress, deliver──> service (SQLite, a file of its own) <──take, commit, served── learner
 

@@ -1,4 +1,5 @@
-"""The dashboard on a store of a million trajectories: its index, a page of a list, and a long trajectory."""
+"""`slipstream bench dashboard`: the dashboard on a store of a million trajectories: its index, a page of a list, and a long
+trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page in Chromium: from a navigation to the first token, a trajectory of 200,000 tokens, and a window dragged over it.
+"""`slipstream bench dashboard`: the page in Chromium: from a navigation to the first token, a trajectory of 200,000 tokens, and a
+window dragged over it.
 
     slipstream dash ──HTTP──> Chromium without a window, driven by Playwright
 

@@ -1,4 +1,5 @@
-"""What a sandbox costs: the time until a snippet of Python has run in it, over the same snippet in a bare process.
+"""`slipstream bench sandbox`: what a sandbox costs: the time until a snippet of Python has run in it, over the same snippet in a
+bare process.
 
     one          a sandbox is started, runs the snippet and is closed
     64 at once   as many of these, all asked for at the same moment

@@ -1,4 +1,5 @@
-"""What a weight push costs itself: bytes, transfer and pause, for every transport, over the floors of this machine.
+"""`slipstream bench weightsync`: what a weight push costs itself: bytes, transfer and pause, for every transport, over the floors
+of this machine.
 
     transfer   over the time in which one thread copies as many bytes
     pause      over the swap alone, as the server times it while idle, and the sleep that vLLM puts into every pause
