@@ -1,4 +1,4 @@
-"""What a config names that takes time to make, made once for all that look at it: its task sources and its chat format.
+"""What a config names that takes time to make, made once per command that starts a run: its task sources and its chat format.
 
 Invariants:
 - A source is made once, a data set is read once, and its prompts are measured once, however many checks look at them.

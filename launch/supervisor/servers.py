@@ -1,4 +1,4 @@
-"""Roles that become an inference server: this process prepares what the server needs, and is replaced by it.
+"""Roles of a run that become an inference server: their process prepares what the server needs, and is replaced by it.
 
 Invariants:
 - A server of a run answers only this run. Its tokens, and across hosts its TLS key, are in its private folder before it listens.
