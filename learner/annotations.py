@@ -1,4 +1,4 @@
-"""What the loss saw at each token, kept for some groups of each batch.
+"""Token annotations of the learner: what the loss computed at each token of some groups of each batch.
 
     TrainBatch ──choose──> trajectories of whole groups        rows of a step ──of──> loss ──finish──> TokenAnnotations
 

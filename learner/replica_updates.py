@@ -1,5 +1,6 @@
-"""New weights to the replicas: each version is pushed by rank 0, and replicas that join or come back are updated meanwhile, by at
-most one catch-up at a time, in a task of its own. The other ranks take part in the collectives that gather the weights.
+"""Pushes of the learner's weights to the replicas: each version is pushed by rank 0, and replicas that join or come back are
+updated meanwhile, by at most one catch-up at a time, in a task of its own. The other ranks take part in the collectives that gather
+the weights.
 
     awake ──sleep──> asleep, in a run whose replicas do ──publish (the next version), wake or no_push (the same)──> awake
 """

@@ -1,5 +1,6 @@
-"""The weight between the policies that sampled and the policy at the start of the batch: what `learner.algorithm.correction` asks
-for. `auto` is `truncated` for losses around the proximal policy, else `none`; a comparison of two episodes needs none.
+"""The importance weight between the policies that sampled and the policy at the start of the batch: what
+`learner.algorithm.correction` asks for. `auto` is `truncated` for losses around the proximal policy, else `none`; a comparison of
+two episodes needs none.
 
 A loss around the proximal policy q assumes that q sampled its tokens; the importance weight q / b corrects that. With T trained
 tokens in the sequence, by `level`,

@@ -1,4 +1,4 @@
-"""The images of a row: what the vision tower sees of them, and at which positions the row's tokens are.
+"""The images of an FSDP2 row: what the vision tower sees of them, and at which positions the row's tokens are.
 
 Invariants:
 - An image that a row has several times is computed once; its gradient is that of all its places.

@@ -1,5 +1,5 @@
-"""AdamW in the host's memory (`learner.backend.options=[offload]`): the accelerator holds weights and gradients, the host holds
-float32 master weights and moments, and computes the step.
+"""Megatron's AdamW in the host's memory (`learner.backend.options=[offload]`): the accelerator holds weights and gradients, the
+host holds float32 master weights and moments, and computes the step.
 
 Megatron's own `HybridDeviceOptimizer` does not fit: it needs CUDA, it cannot load a checkpoint of float32 weights, and it makes
 moments only by a step with random gradients.

@@ -1,4 +1,4 @@
-"""Packed rows as one rank sees them.
+"""Megatron's packed rows as one rank sees them.
 
 Context parallelism cuts every sequence into 2 x C chunks, of which rank r has chunks r and 2 C - 1 - r: causal attention is then as
 much work for one as for another ("zigzag", the order that TransformerEngine expects).
