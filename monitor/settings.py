@@ -1,4 +1,4 @@
-"""`settings.jsonl`: what was changed in a run while it went on, a line each, and where charts mark it.
+"""`settings.jsonl`: the changes of a run's settings while it went on, a line each, and where charts mark them.
 
 Invariants:
 - A line is on the disk before the change is acknowledged. A last line without a newline was torn by a crash and never acknowledged;

@@ -1,4 +1,4 @@
-"""Discrete events on a virtual clock, and processors that share their speed among jobs. Pure.
+"""The simulation kernel: discrete events on a virtual clock, and processors that share their speed among jobs. Pure.
 
 Invariants:
 - Events happen in the order of their times, those of one time in the order in which they were scheduled: a simulation is a function

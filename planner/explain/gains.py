@@ -1,4 +1,4 @@
-"""What changes gain: the run's profile, simulated with and without them over the same seeds.
+"""The gains of the changes that `slipstream explain` names: the run's profile, simulated with and without them over the same seeds.
 
     the run's own settings ──> does the simulation meet the run's cycle? ──no──> no gain is claimed
     each candidate         ──> relative to that, seed by seed: mean and 95 % interval (Student's t)

@@ -1,4 +1,4 @@
-"""The rules: from the evidence to what may be wrong, and what to try against it. Pure.
+"""The rules of `slipstream explain`: from the evidence to what may be wrong, and what to try against it. Pure.
 
     Evidence ──> each rule ──> Suspicion: what is wrong, its evidence, and changes that might help, the best first
 
