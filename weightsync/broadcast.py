@@ -124,7 +124,9 @@ class BroadcastTransport:
         ]
         hint = "one of them is down, stuck, or cannot reach the learner's host; see their logs"
         try:
-            *_, group = await await_reply(seconds, _all([*joining, own]), f"{names(targets)} to join a group", hint)
+            *_, group = await await_reply(
+                seconds, _gather_or_cancel([*joining, own]), f"{names(targets)} to join a group", hint
+            )
         except BaseException:
             rendezvous.close()
             if own.done() and not own.cancelled() and own.exception() is None:
@@ -150,7 +152,7 @@ class BroadcastTransport:
                 for target, acks in zip(targets, expected, strict=True)
             ]
             waits_for = f"{names(targets)} to take the announcement of version {snapshot.version}"
-            await await_reply(seconds, _all(announcing), waits_for, "see their logs")
+            await await_reply(seconds, _gather_or_cancel(announcing), waits_for, "see their logs")
 
             sending = in_thread(lambda: self._broadcast(group, snapshot), f"send-{snapshot.version}")
             left = deadline - time.monotonic()
@@ -182,7 +184,7 @@ class BroadcastTransport:
             group.broadcast(data.to(group.device))
 
 
-async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+async def _gather_or_cancel(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     """All results. As soon as one fails, the others are cancelled and that failure is raised: it is the cause of theirs."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
