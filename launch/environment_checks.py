@@ -44,7 +44,7 @@ def _check_first_tasks(parts: Sequence[EnvPart]) -> None:
             task: object = part.source.task(0)
         except Exception as error:  # whatever the user's own code raises
             raise ConfigError(
-                f"env: {part.name} raised {type(error).__name__} for task 0: {error}{_at(error)}"
+                f"env: {part.name} raised {type(error).__name__} for task 0: {error}{_raising_line(error)}"
             ) from error
         if why := without_await(task):
             raise ConfigError(f"env: {part.name}: {why} for task 0; `task` is a plain function, `def task`")
@@ -127,7 +127,7 @@ async def _opening(part: EnvPart, step_s: float) -> Observation:
         raise ConfigError(f"env: {part.name}: the reset of task 0: {error}") from error
     except (Exception, SystemExit) as error:  # whatever the user's own code raises
         raise ConfigError(
-            f"env: {part.name} raised {type(error).__name__} in the reset of task 0: {error}{_at(error)}"
+            f"env: {part.name} raised {type(error).__name__} in the reset of task 0: {error}{_raising_line(error)}"
         ) from error
     finally:
         with contextlib.suppress(Exception):  # episodes report it
@@ -137,7 +137,7 @@ async def _opening(part: EnvPart, step_s: float) -> Observation:
     return opening
 
 
-def _at(error: BaseException) -> str:
+def _raising_line(error: BaseException) -> str:
     """The user's line that raised, for the end of a message."""
     line = user_line(error)
     return f" ({line})" if line else ""
