@@ -137,9 +137,9 @@ class SharedProcessor(Generic[J]):
         if self._clock.now + wait < self._event_at:
             self._event_at = self._clock.now + wait
             self._event += 1
-            self._clock.after(wait, self._happen, self._event)
+            self._clock.after(wait, self._on_event, self._event)
 
-    def _happen(self, event: int) -> None:
+    def _on_event(self, event: int) -> None:
         if event != self._event:
             return
         self._event_at = math.inf

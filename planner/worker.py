@@ -113,7 +113,7 @@ class SimulatedWorker:
             id = lease.episode(member)
             episode = PlayedEpisode(id, lease.group_id, lease.oldest_version, shape, self._clock.now)
             self._playing[id] = episode
-            self._after(shape.start_s, shape.start_work_s, episode)
+            self._compute_after(shape.start_s, shape.start_work_s, episode)
         return True
 
     def slow(self, slowness: float) -> None:
@@ -155,9 +155,9 @@ class SimulatedWorker:
         self._count(episode, request)
         turn = episode.shape.turns[episode.turn]
         episode.turn += 1
-        self._after(turn.environment_s, turn.work_s, episode)
+        self._compute_after(turn.environment_s, turn.work_s, episode)
 
-    def _after(self, seconds: float, work_s: float, episode: PlayedEpisode) -> None:
+    def _compute_after(self, seconds: float, work_s: float, episode: PlayedEpisode) -> None:
         """Its next turn, or its end, `seconds` from now and after `work_s` of computing."""
         if seconds:
             self._clock.after(seconds, self._compute, episode, work_s)
