@@ -192,7 +192,7 @@ class RayLauncher:
                 f"{', '.join(roles)} want {wanted} {self._resource}s, and Ray has {free} that are free; ask for fewer"
             )
         for (role, gpus), bundle in zip(roles.items(), self._resource_bundles(roles, cpus), strict=True):
-            target = targets.get(role)  # a need: where it has no room after all, Ray finds another host
+            target = targets.get(role)  # a preference: where it has no room after all, Ray finds another host
             group = placement_group([bundle | affinity], "STRICT_PACK", _soft_target_node_id=target)
             self._groups.append(group)
             self._bundles[role] = RayBundle(group, cpus, gpus, self._resource)
