@@ -79,7 +79,7 @@ class CommandAgent:
                 ran = await self._run(box, question, endpoint)
             tools.check()
             self._require_success(ran, session)
-            files = await _left(box)
+            files = await _folder_files(box)
         finally:
             await box.close()
         if not tools.done:
@@ -134,7 +134,7 @@ async def _fill(box: LocalSandbox, files: Sequence[TaskFile]) -> None:
         raise EnvError(f"the files of the task cannot be put into its folder: {error}") from error
 
 
-async def _left(box: LocalSandbox) -> tuple[TaskFile, ...]:
+async def _folder_files(box: LocalSandbox) -> tuple[TaskFile, ...]:
     """What is in the folder after the program."""
     try:
         found = await box.read_folder(TASK)

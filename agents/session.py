@@ -210,7 +210,7 @@ class Session:
             chat, wrapped = to_chat(messages), to_tools(tools)
             rendered = self._renderer.render(chat, tools=wrapped, add_generation_prompt=True)
             segments = segments_of(rendered, messages, tools=bool(tools))
-            return _Prompt(None, rendered.token_ids, 0, segments, self._shown(rendered, messages))
+            return _Prompt(None, rendered.token_ids, 0, segments, self._place_images(rendered, messages))
         except Exception as error:  # chat formats refuse conversations in different ways
             raise PolicyError(f"the chat format cannot render the conversation: {describe(error)}") from error
 
@@ -222,10 +222,10 @@ class Session:
         if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
         segments = [s for s in segments_of(bridged, new, tools=False) if s.start >= len(before)]
-        images = (*node.all_images(), *self._shown(bridged, new))
+        images = (*node.all_images(), *self._place_images(bridged, new))
         return _Prompt(node, bridged.token_ids, len(before), segments, images)
 
-    def _shown(self, rendered: RenderedTokens, messages: Sequence[Message]) -> tuple[PlacedImage, ...]:
+    def _place_images(self, rendered: RenderedTokens, messages: Sequence[Message]) -> tuple[PlacedImage, ...]:
         """The images of `messages` in their tokens; their files are kept. Raises PolicyError where the chat format has none."""
         if not any(message.images for message in messages):
             return ()

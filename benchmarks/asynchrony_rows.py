@@ -1,4 +1,4 @@
-"""What `slipstream bench async` says: measured over synchronous, predicted over measured, and what others published."""
+"""The rows that `slipstream bench async` prints: measured over synchronous, predicted over measured, and what others published."""
 
 from __future__ import annotations
 

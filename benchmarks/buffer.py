@@ -1,4 +1,4 @@
-"""Throughput of the buffer over that of its bare parts, over Ray's queue, and under one engine's load.
+"""`slipstream bench buffer`: throughput of the buffer over that of its bare parts, over Ray's queue, and under one engine's load.
 
 Invariants:
 - Everything is durable: `Store`'s pragmas, an acknowledgement after the transaction.

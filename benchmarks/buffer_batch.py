@@ -1,4 +1,5 @@
-"""How long a learner waits for its batch, and what the buffer's process holds when very many trajectories went through it.
+"""`slipstream bench buffer`: how long a learner waits for its batch, and what the buffer's process holds when very many
+trajectories went through it.
 
     latency    from the call of the last delivery that a batch needs, to the batch in the learner's hands
     its floor  the same message to a bare socket, one row into bare SQLite, and the batch's frames back

@@ -1,4 +1,4 @@
-"""Throughput of the buffer over that of a busy engine.
+"""`slipstream bench buffer`: throughput of the buffer over that of a busy engine.
 
 Invariants:
 - Each has the machine to itself, by turns; the server is warm, and its tokens are its own count.

@@ -1,5 +1,5 @@
-"""What the buffer's parts can do alone and one behind the other: the frames of trajectories through bare ZeroMQ, into a bare SQLite
-file, and through the one into the other.
+"""`slipstream bench buffer`: what the buffer's parts can do alone and one behind the other: the frames of trajectories through bare
+ZeroMQ, into a bare SQLite file, and through the one into the other.
 
 Invariants:
 - The bytes are those that the buffer receives and stores: `wire.encode` of the same trajectories, encoded beforehand.

@@ -1,4 +1,4 @@
-"""The same trajectories through Ray: its object store, and a queue actor that hands out references.
+"""`slipstream bench buffer`: the same trajectories through Ray: its object store, and a queue actor that hands out references.
 
 Invariants:
 - It is done as well as Ray can: producers keep as many deliveries under way as the buffer's do, a queue's item is a whole group,

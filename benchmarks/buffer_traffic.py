@@ -1,4 +1,5 @@
-"""The buffer under load: its service, producers and a learner, each a process of its own, over the client that workers use.
+"""`slipstream bench buffer`: the buffer under load: its service, producers and a learner, each a process of its own, over the
+client that workers use.
 
     producers ──hello, lease, progress, deliver──> service (SQLite, a file of its own) <──take, commit, served── learner
 
@@ -361,7 +362,7 @@ def sampled(tokens: int) -> int:
 
 def stamped(tokens: int, lease: Lease, member: int) -> Trajectory:
     """A trajectory for a member of a lease; arrays are shared."""
-    made = _made(tokens, lease.version)[(lease.group_id + member) % KINDS]
+    made = _trajectories_at(tokens, lease.version)[(lease.group_id + member) % KINDS]
     episode = lease.episode(member)
     return msgspec.structs.replace(made, id=f"{episode}.0", group_id=lease.group_id, member=member)
 
@@ -385,7 +386,7 @@ def _turns(tokens: int) -> tuple[Turn, ...]:
 
 
 @functools.lru_cache(maxsize=4)
-def _made(tokens: int, version: int) -> list[Trajectory]:
+def _trajectories_at(tokens: int, version: int) -> list[Trajectory]:
     spans = tuple(VersionSpan(turn.start, turn.end, version) for turn in _turns(tokens))
     return [msgspec.structs.replace(made, version_spans=spans) for made in _originals(tokens)]
 

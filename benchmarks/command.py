@@ -40,7 +40,7 @@ NAMES = (
     "cluster",
 )
 
-OPTIONS = {
+BENCHMARKS_OF_OPTION = {
     "sizes": ("rollout", "weightsync", "tools", "learner"),
     "seeds": ("learning", "distillation", "alerts"),
     "staleness": ("learning", "async"),
@@ -49,7 +49,7 @@ OPTIONS = {
     "browser": ("dashboard",),
     "config": ("async",),
 }
-"""Options that only some benchmarks know."""
+"""The benchmarks that know an option, by its name: of those that not all know."""
 
 Measure = Callable[[Path], Coroutine[Any, Any, "Result | tuple[Result, ...]"]]
 """Runs one measurement in the scratch folder given."""
@@ -77,7 +77,7 @@ def register(commands: CommandTable) -> None:
     parser.add_argument("--config", metavar="CONFIG", help=text)
 
 
-def bench(options: argparse.Namespace) -> int:
+def bench(arguments: argparse.Namespace) -> int:
     """Run one benchmark; returns the exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: servers and learner share the cores
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers end with it
@@ -85,19 +85,19 @@ def bench(options: argparse.Namespace) -> int:
     from .models import SHAPES
     from .result import Report, machine, render
 
-    if unknown := sorted(set(options.sizes or ()) - SHAPES.keys()):
+    if unknown := sorted(set(arguments.sizes or ()) - SHAPES.keys()):
         raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(SHAPES)}")
     console = open_console(stderr=True)
-    for option, names in OPTIONS.items():
-        if getattr(options, option) is not None and options.name not in names:
+    for option, names in BENCHMARKS_OF_OPTION.items():
+        if getattr(arguments, option) is not None and arguments.name not in names:
             *first, last = (f"`slipstream bench {name}`" for name in names)
             known = f"{', '.join(first)} and {last} know" if first else f"{last} knows"
             raise ConfigError(f"--{option}: only {known} it; leave it out")
-    parts = _parts(options, console)
+    measurements = _measurements(arguments, console)
     results: list[Result] = []
     try:
         with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
-            for number, (what, measure) in enumerate(parts):
+            for number, (what, measure) in enumerate(measurements):
                 console.print(f"measuring {what}")
                 scratch = Path(folder) / str(number)
                 scratch.mkdir()
@@ -106,21 +106,21 @@ def bench(options: argparse.Namespace) -> int:
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
     finally:  # what was measured before an error, too
-        report = Report(options.name, machine(), tuple(results))
-        if options.json:
+        report = Report(arguments.name, machine(), tuple(results))
+        if arguments.json:
             print_line(msgspec.json.encode(report).decode())
         else:
             render(report, open_console())
     return 0
 
 
-def _parts(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+def _measurements(arguments: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     """What the benchmark measures, each with a text. Raises ConfigError."""
-    name = options.name
-    if name in OPTIONS["sizes"]:
+    name = arguments.name
+    if name in BENCHMARKS_OF_OPTION["sizes"]:
         sized = {"rollout": _rollout, "weightsync": _weightsync, "tools": _tools, "learner": _learner}
-        return sized[name](options.sizes)
-    if name in OPTIONS["steps"]:
+        return sized[name](arguments.sizes)
+    if name in BENCHMARKS_OF_OPTION["steps"]:
         runs = {
             "learning": _learning,
             "distillation": _distillation,
@@ -130,9 +130,9 @@ def _parts(options: argparse.Namespace, console: Console) -> list[tuple[str, Mea
             "alerts": _alerts,
             "async": _async,
         }
-        return runs[name](options, console)
+        return runs[name](arguments, console)
     if name == "dashboard":
-        return _dashboard(browser=bool(options.browser))
+        return _dashboard(browser=bool(arguments.browser))
     others = {
         "buffer": _buffer,
         "sandbox": _sandbox,
@@ -244,23 +244,23 @@ def _recording() -> list[tuple[str, Measure]]:
     ]
 
 
-def _prediction(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+def _prediction(arguments: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     from .prediction import LEAST_STEPS, PROBES, STEPS, prediction
 
-    steps = _steps(options, STEPS, LEAST_STEPS)
-    out = None if options.out is None else Path(options.out)
+    steps = _steps(arguments, STEPS, LEAST_STEPS)
+    out = None if arguments.out is None else Path(arguments.out)
     what = f"runs of {steps} steps on {len(PROBES)} other settings, each between two of its own"
     return [(what, lambda folder: prediction(out or folder, steps, console.print))]
 
 
-def _async(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+def _async(arguments: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     from ..configs import load
     from .asynchrony import LEAST_STEPS, PLAIN, STEPS, arms, checked_bounds, emulated, real
     from .commands import make_empty
 
-    steps = _steps(options, STEPS, LEAST_STEPS)
-    bounds = checked_bounds(options.staleness)
-    out, config = None if options.out is None else Path(options.out), options.config
+    steps = _steps(arguments, STEPS, LEAST_STEPS)
+    bounds = checked_bounds(arguments.staleness)
+    out, config = None if arguments.out is None else Path(arguments.out), arguments.config
     if out is not None:
         make_empty(out)
     if config is not None:
@@ -272,44 +272,44 @@ def _async(options: argparse.Namespace, console: Console) -> list[tuple[str, Mea
     return [(what, lambda folder: emulated(out or folder, every, steps, console.print))]
 
 
-def _tune(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+def _tune(arguments: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     from .tune import LEAST_STEPS, MINUTES, STEPS, tuning
 
-    steps = _steps(options, STEPS, LEAST_STEPS)
-    out = None if options.out is None else Path(options.out)
+    steps = _steps(arguments, STEPS, LEAST_STEPS)
+    out = None if arguments.out is None else Path(arguments.out)
     what = f"a search of {MINUTES} minutes at most, and a sweep of six points, {steps} steps each"
     return [(what, lambda folder: tuning(out or folder, steps, console.print))]
 
 
-def _explain(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+def _explain(arguments: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     from .commands import make_empty
     from .explanation import LEAST_STEPS, PLANTED, STEPS, explained
 
-    steps = _steps(options, STEPS, LEAST_STEPS)
-    out = None if options.out is None else Path(options.out)
+    steps = _steps(arguments, STEPS, LEAST_STEPS)
+    out = None if arguments.out is None else Path(arguments.out)
     if out is not None:
         make_empty(out)
     what = f"{len(PLANTED)} runs with an emulated engine and learner, and again with what explain changes"
     return [(what, lambda folder: explained(out or folder, PLANTED, steps, console.print))]
 
 
-def _alerts(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+def _alerts(arguments: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     from ..errors import ConfigError
     from .alerts import SEEDS, STEPS, healthy
 
-    seeds, steps = SEEDS if options.seeds is None else options.seeds, _steps(options, STEPS, 1)
+    seeds, steps = SEEDS if arguments.seeds is None else arguments.seeds, _steps(arguments, STEPS, 1)
     if seeds < 1:
         raise ConfigError(f"--seeds: {seeds} is not allowed; allowed are 1 and more")
-    out = None if options.out is None else Path(options.out)
+    out = None if arguments.out is None else Path(arguments.out)
     what = f"{seeds} healthy runs of {steps} steps"
     return [(what, lambda folder: healthy(out or folder, seeds, steps, console.print))]
 
 
-def _steps(options: argparse.Namespace, default: int, least: int) -> int:
+def _steps(arguments: argparse.Namespace, default: int, least: int) -> int:
     """Of `--steps`. Raises ConfigError."""
     from ..errors import ConfigError
 
-    steps = default if options.steps is None else options.steps
+    steps = default if arguments.steps is None else arguments.steps
     if steps < least:
         raise ConfigError(f"--steps: {steps} is not allowed; allowed are {least} and more")
     return steps
@@ -324,16 +324,16 @@ def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:
     ]
 
 
-def _distillation(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+def _distillation(arguments: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     from ..errors import ConfigError
     from .distillation import LEAST_STEPS, SEEDS, STEPS, distillation
 
-    seeds = SEEDS if options.seeds is None else options.seeds
-    steps = STEPS if options.steps is None else options.steps
+    seeds = SEEDS if arguments.seeds is None else arguments.seeds
+    steps = STEPS if arguments.steps is None else arguments.steps
     for name, value, least in (("seeds", seeds, 1), ("steps", steps, LEAST_STEPS)):
         if value < least:
             raise ConfigError(f"--{name}: {value} is not allowed; allowed are {least} and more")
-    out = Path(options.out or "runs/bench-distillation")
+    out = Path(arguments.out or "runs/bench-distillation")
     return [
         (
             f"a teacher and {seeds} seeds of {steps} steps, in {out}",
@@ -342,16 +342,16 @@ def _distillation(options: argparse.Namespace, console: Console) -> list[tuple[s
     ]
 
 
-def _learning(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+def _learning(arguments: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     from ..errors import ConfigError
     from .learning import SEEDS, STALENESS, STEPS, learning
 
-    seeds = SEEDS if options.seeds is None else options.seeds
-    steps = STEPS if options.steps is None else options.steps
-    staleness = STALENESS if options.staleness is None else tuple(dict.fromkeys(options.staleness))
+    seeds = SEEDS if arguments.seeds is None else arguments.seeds
+    steps = STEPS if arguments.steps is None else arguments.steps
+    staleness = STALENESS if arguments.staleness is None else tuple(dict.fromkeys(arguments.staleness))
     for name, value, least in (("seeds", seeds, 1), ("steps", steps, 1), ("staleness", min(staleness), 0)):
         if value < least:
             raise ConfigError(f"--{name}: {value} is not allowed; allowed are {least} and more")
-    out = Path(options.out or "runs/bench-learning")
+    out = Path(arguments.out or "runs/bench-learning")
     what = f"{seeds} seeds of {steps} steps, staleness {', '.join(map(str, staleness))}, in {out}"
     return [(what, lambda _: learning(out, seeds, staleness, steps, console.print))]

@@ -1,4 +1,5 @@
-"""The dashboard on a store of a million trajectories: its index, a page of a list, and a long trajectory."""
+"""`slipstream bench dashboard`: the dashboard on a store of a million trajectories: its index, a page of a list, and a long
+trajectory."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ async def dashboard(folder: Path) -> Result:
     index.page(TrajectoryQuery())
     indexed_s = time.process_time() - began
     memory = (process.memory_info().rss - before) / (1 << 20)
-    bare_s = _cpu(lambda: _all(folder, "SELECT rowid, header, length FROM trajectories"))
+    bare_s = _cpu(lambda: _count_rows(folder, "SELECT rowid, header, length FROM trajectories"))
     rows = [
         Row(
             "the index of all",
@@ -63,7 +64,7 @@ async def dashboard(folder: Path) -> Result:
     )
     for name, query, sql in requests:
         page_s = _median(lambda query=query: index.page(query))
-        sql_s = _median(lambda sql=sql: _all(folder, f"{bare} {sql}"))
+        sql_s = _median(lambda sql=sql: _count_rows(folder, f"{bare} {sql}"))
         rows.append(Row(name, 1e3 * page_s, 1e3 * sql_s, "ms", "floor: SQLite, which has no index for it"))
     reader, long = TrajectoryReader(store, TokenTexts(folder, "")), "0.0.0.0"
     head_s = _median(lambda: reader.describe(long, 900))
@@ -146,7 +147,7 @@ def _long() -> Trajectory:
     return _trajectory(0, 0, 1.0, tuple(VersionSpan(t.start, t.end, 0) for t in turns), turns, LONG)
 
 
-def _all(folder: Path, sql: str) -> int:
+def _count_rows(folder: Path, sql: str) -> int:
     """The rows of a query, one by one; returns how many."""
     with sqlite3.connect(folder / DATABASE) as db:
         return sum(1 for _ in db.execute(sql))

@@ -1,4 +1,5 @@
-"""The page in Chromium: from a navigation to the first token, a trajectory of 200,000 tokens, and a window dragged over it.
+"""`slipstream bench dashboard`: the page in Chromium: from a navigation to the first token, a trajectory of 200,000 tokens, and a
+window dragged over it.
 
     slipstream dash ──HTTP──> Chromium without a window, driven by Playwright
 
@@ -79,7 +80,7 @@ async def in_browser(folder: Path) -> Result:
         launched = await started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         first = [await _first(launched, f"{url}#/run/trajectory/0.0.0.0") for _ in range(TIMES)]
         page = await launched.new_page(viewport={"width": 1280, "height": 900})
-        opened = [await _opened(page, url) for _ in range(TIMES)]
+        opened = [await _open_ms(page, url) for _ in range(TIMES)]
         frames = [await page.evaluate(DRAG, DRAGGED_MS) for _ in range(3)]
         await launched.close()
     windows = min(number for _, number in frames)
@@ -108,7 +109,7 @@ async def _first(launched: Any, address: str) -> float:
     return seconds
 
 
-async def _opened(page: Any, url: str) -> float:
+async def _open_ms(page: Any, url: str) -> float:
     """Milliseconds from the list of trajectories, by its link."""
     await page.goto(f"{url}#/run/trajectories?tokens_min={LONG}")
     await page.wait_for_selector("tbody tr a")

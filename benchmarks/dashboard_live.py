@@ -1,4 +1,5 @@
-"""What a buffer notices of three pages that look at it: how long its acknowledgements take, and how large its WAL gets.
+"""`slipstream bench dashboard`: what a buffer notices of three pages that look at it: how long its acknowledgements take, and how
+large its WAL gets.
 
     producer, so many a second ──> service ──buffer.sqlite──> slipstream dash <──what a page asks for── three readers
         └─ seconds of each delivery             └─ WAL                └─ SIGKILL at the end

@@ -1,5 +1,5 @@
-"""Episodes of a law: an environment that says how long each turn shall be and whose tools sleep, and an agent that samples as many
-tokens. The law is the very object that the simulator draws from.
+"""Emulated episodes for `slipstream bench async`, by a law: an environment that says how long each turn shall be and whose tools
+sleep, and an agent that samples as many tokens. The law is the very object that the simulator draws from.
 
 A task's members are drawn from the task's own random numbers, so that every run plays the same episodes. Of a share of the tasks,
 `alike`, all members earn 1; of the others about half.

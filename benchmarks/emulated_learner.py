@@ -1,5 +1,5 @@
-"""A learner whose steps sleep for the seconds of a law instead of computing. Its process, loop, batches, commits and pushes are
-those of every run; the weights that it pushes stay those of the model.
+"""The emulated learner of `slipstream bench async`: its steps sleep for the seconds of a law instead of computing. Its process,
+loop, batches, commits and pushes are those of every run; the weights that it pushes stay those of the model.
 
 A run takes it by the environment: `launch.supervisor.factory.BACKEND_FACTORY` names `emulated_backend`, VARIABLE the law.
 """

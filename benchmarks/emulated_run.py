@@ -1,4 +1,5 @@
-"""A `slipstream train` under an `EmulatedLaw`: its settings, and what its processes find in their environment."""
+"""The emulated run of `slipstream bench async`, a `slipstream train` under an `EmulatedLaw`: its settings, and what its processes
+find in their environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`slipstream bench explain`: what `slipstream explain` says first of runs in which one thing is wrong, and what its change gives.
+"""`slipstream bench explain`: the first finding of `slipstream explain` about runs in which one thing is wrong, and what its change
+gains.
 
     a law with a fault in it ── slipstream train ──> explain ──first finding──> its change ── slipstream train ──> measured gain
                                                         └────────── promised gain ──────────────────────────────────────┘

@@ -1,4 +1,4 @@
-"""What the gateway costs: conversations over its HTTP API, against the same calls of the session.
+"""`slipstream bench rollout`: what the gateway costs: conversations over its HTTP API, against the same calls of the session.
 
     contender   client, HTTP, the dialect, the session          floor   the session alone
 

@@ -1,4 +1,5 @@
-"""What a step of the learner costs: over the same work done by plain code, over padding, over one rank, and beside TRL's.
+"""`slipstream bench learner`: what a step of the learner costs: over the same work done by plain code, over padding, over one rank,
+and beside TRL's.
 
     full      the training loop's step on a batch           bare     forward, backward, AdamW over the same packed rows
     padded    bare, but padded instead of packed            trl      a step of TRL's GRPOTrainer on the same completions

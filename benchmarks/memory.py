@@ -1,4 +1,4 @@
-"""The floor of every transfer: how fast this machine copies memory."""
+"""The benchmark floor of every transfer of weights: how fast this machine copies memory."""
 
 from __future__ import annotations
 

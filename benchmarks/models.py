@@ -1,4 +1,4 @@
-"""Policies of given sizes, made here, and the episodes that they play in benchmarks."""
+"""The policies of benchmarks, made here in given sizes, and the episodes that they play."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the worker costs: multi-turn episodes through it, against the same conversations sent to the server by a bare loop.
+"""`slipstream bench rollout`: what the worker costs: multi-turn episodes through it, against the same conversations sent to the
+server by a bare loop.
 
     contender   worker process: agent, session, renderer, router, streaming; buffer process: SQLite, acknowledgements
     floor       one process whose coroutines post token ids and append the answer and a fixed next message, no more

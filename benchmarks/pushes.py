@@ -1,4 +1,5 @@
-"""What weight pushes cost the generation: cohorts against stopping all replicas, and keeping requests against restarting them.
+"""`slipstream bench rollout`: what weight pushes cost the generation: cohorts against stopping all replicas, and keeping
+requests against restarting them.
 
 Invariants:
 - The modes of a row run by turns on the same servers under the same load; tokens are the servers' own count.

@@ -1,4 +1,5 @@
-"""What recording costs: the buffer, a step of the learner, and a whole run, with spans and series and without, by turns.
+"""`slipstream bench recording`: what recording costs: the buffer, a step of the learner, and a whole run, with spans and series and
+without, by turns.
 
 Invariants:
 - What is compared is all that a `TimelineWriter` does. Times in headers and rows are a part of the formats, and are always written.

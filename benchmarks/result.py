@@ -1,4 +1,4 @@
-"""What a benchmark says: rows of contender against floor, and what they were measured on.
+"""The result of a benchmark: rows of contender against floor, and the machine that they were measured on.
 
 Invariants:
 - Contender and floor of a row were measured in the same run, on the same machine, by turns where noise matters.

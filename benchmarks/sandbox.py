@@ -1,4 +1,5 @@
-"""What a sandbox costs: the time until a snippet of Python has run in it, over the same snippet in a bare process.
+"""`slipstream bench sandbox`: what a sandbox costs: the time until a snippet of Python has run in it, over the same snippet in a
+bare process.
 
     one          a sandbox is started, runs the snippet and is closed
     64 at once   as many of these, all asked for at the same moment
@@ -53,12 +54,12 @@ async def _measure(kind: str) -> Result:
         for _ in range(ROUNDS):
             one, many = await _seconds(_bare_python), await _seconds(_together(_bare_python))
             await ready.fill("cells")
-            _note(times["one"], await _seconds(lambda: _asked(pool)), one)
-            _note(times[f"{AT_ONCE} at once"], await _seconds(_together(lambda: _asked(pool))), many)
+            _note(times["one"], await _seconds(lambda: _run_in_new_sandbox(pool)), one)
+            _note(times[f"{AT_ONCE} at once"], await _seconds(_together(lambda: _run_in_new_sandbox(pool))), many)
             _note(times[f"{AT_ONCE} ready"], await _ready(ready), many)
             _note(times["a cell"], await _seconds(lambda: _cells(session)) / CELLS, one)
             _note(times["a command"], await _seconds(lambda: _repeat(lambda: box.run(("/bin/true",)))) / CELLS,
-                  await _seconds(lambda: _repeat(lambda: _bare("/bin/true"))) / CELLS)  # fmt: skip
+                  await _seconds(lambda: _repeat(lambda: _run_bare("/bin/true"))) / CELLS)  # fmt: skip
     finally:
         await asyncio.gather(session.close(), box.close(), pool.close(), ready.close())
     rows: tuple[Row, ...] = tuple(by_rounds(name, *pair, "ms") for name, pair in times.items())
@@ -80,16 +81,16 @@ def _together(work: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[o
     return lambda: asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
 
-async def _bare(*argv: str) -> None:
+async def _run_bare(*argv: str) -> None:
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
     await process.communicate()
 
 
 async def _bare_python() -> None:
-    await _bare(python_candidates()[0], "-I", "-S", "-c", SNIPPET)
+    await _run_bare(python_candidates()[0], "-I", "-S", "-c", SNIPPET)
 
 
-async def _asked(pool: LocalPool) -> None:
+async def _run_in_new_sandbox(pool: LocalPool) -> None:
     session = await pool.open_python()
     await _snippet(session)
     await session.close()

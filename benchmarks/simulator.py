@@ -1,4 +1,4 @@
-"""The simulator: events per second of CPU, and a plan of ten thousand GPUs."""
+"""`slipstream bench simulator`: the simulator: events per second of CPU, and a plan of ten thousand GPUs."""
 
 from __future__ import annotations
 

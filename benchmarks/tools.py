@@ -1,5 +1,5 @@
-"""What tools cost a worker: episodes with a sandboxed call of `python` in each turn over the same episodes without, and how many
-episodes with a tool that only waits one worker holds.
+"""`slipstream bench tools`: what tools cost a worker: episodes with a sandboxed call of `python` in each turn over the same
+episodes without, and how many episodes with a tool that only waits one worker holds.
 
 Invariants:
 - Both play the same tasks on the same server, by turns, each episode of the contender in a sandbox of its own, which is started

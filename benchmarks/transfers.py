@@ -1,4 +1,5 @@
-"""What a weight push costs itself: bytes, transfer and pause, for every transport, over the floors of this machine.
+"""`slipstream bench weightsync`: what a weight push costs itself: bytes, transfer and pause, for every transport, over the floors
+of this machine.
 
     transfer   over the time in which one thread copies as many bytes
     pause      over the swap alone, as the server times it while idle, and the sleep that vLLM puts into every pause
@@ -121,10 +122,10 @@ async def delta(folder: Path, size: str) -> tuple[Result, Result]:
                     report = await publisher.publish(version, served_as, CANARY, state.canary)
                     measured[transport] = require(report)
                 publisher.close()
-        full, changed = measured["disk"], measured["delta"]
+        on_disk, as_delta = measured["disk"], measured["delta"]
         name = f"{size}, one step of AdamW at {LR:g}, {dtype}"
-        sizes.append(Row(name, changed.sent_bytes / MIB, full.sent_bytes / MIB, "MiB"))
-        times.append(Row(name, changed.transfer_ms, full.transfer_ms, "ms"))
+        sizes.append(Row(name, as_delta.sent_bytes / MIB, on_disk.sent_bytes / MIB, "MiB"))
+        times.append(Row(name, as_delta.transfer_ms, on_disk.transfer_ms, "ms"))
     return (
         Result("bytes written: delta over the full file", "delta", "disk", tuple(sizes)),
         Result("transfer: delta over the full file", "delta", "disk", tuple(times)),

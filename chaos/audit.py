@@ -33,13 +33,13 @@ from .audit_log import (
 )
 
 DATABASE = "buffer.sqlite"
-"""The buffer's file, or that of the clock of its shards, by its name: no code is shared with the buffer."""
+"""The file of the buffer, or of the version clock of its shards, by its name: no code is shared with the buffer."""
 
-SHARED = ("groups", "episodes", "trajectories", "archive", "ledger")
-"""Tables and views of which each shard has rows of its own."""
+SHARD_TABLES = ("groups", "episodes", "trajectories", "archive", "ledger")
+"""Tables and views of which each of the buffer's shards (`buffer.shards`) has rows of its own."""
 
-SHOWN = 5
-"""Problems of one check that are listed."""
+SHOWN_PROBLEMS = 5
+"""Violations of one check that its `problems` list."""
 
 
 class AuditCheck(msgspec.Struct, frozen=True):
@@ -61,13 +61,13 @@ def audit(run_dir: Path) -> tuple[AuditCheck, ...]:
         db = sqlite3.connect(":memory:", uri=True)
         try:
             buffer = load(str(run_config(run_dir))).buffer
-            shards = [run_dir / f"buffer-{number}.sqlite" for number in range(1, buffer.shards + 1)]
+            buffer_shards = [run_dir / f"buffer-{number}.sqlite" for number in range(1, buffer.shards + 1)]
             if buffer.shards == 1:
                 _attach(db, run_dir / DATABASE, "store")
             else:
-                _copy_shards(db, run_dir / DATABASE, shards)
+                _copy_shards(db, run_dir / DATABASE, buffer_shards)
             db.executescript(TABLES)
-            folders = [path.with_suffix(".arrays") for path in shards]
+            folders = [path.with_suffix(".arrays") for path in buffer_shards]
             _read_store(db, [run_dir / "buffer.arrays"] if buffer.shards == 1 else folders)
             _read_workers(db, run_dir)
             _read_learner(db, run_dir)
@@ -83,7 +83,7 @@ def audit(run_dir: Path) -> tuple[AuditCheck, ...]:
 
 def _check(db: sqlite3.Connection, name: str, examined: str, queries: tuple[str, ...]) -> AuditCheck:
     found = [problem for query in queries for (problem,) in db.execute(query)]
-    return AuditCheck(name, db.execute(examined).fetchone()[0], len(found), tuple(found[:SHOWN]))
+    return AuditCheck(name, db.execute(examined).fetchone()[0], len(found), tuple(found[:SHOWN_PROBLEMS]))
 
 
 def _attach(db: sqlite3.Connection, path: Path, name: str) -> None:
@@ -91,11 +91,11 @@ def _attach(db: sqlite3.Connection, path: Path, name: str) -> None:
 
 
 def _copy_shards(db: sqlite3.Connection, clock: Path, shards: Sequence[Path]) -> None:
-    """Make `store` in memory: the rows of all shards, and the clock's commits with the groups of all."""
+    """Make `store` in memory: the rows of all the buffer's shards, and the commits of their clock with the groups of all."""
     db.execute("ATTACH ':memory:' AS store")
     for number, path in enumerate(shards):
         _attach(db, path, "shard")
-        for table in SHARED:
+        for table in SHARD_TABLES:
             verb = f"INSERT INTO store.{table}" if number else f"CREATE TABLE store.{table} AS"
             db.execute(f"{verb} SELECT * FROM shard.{table}")
         parts = {"counters": f"{number} AS id, value", "commits": "version, groups"}

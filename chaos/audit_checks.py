@@ -1,4 +1,4 @@
-"""The tables and queries of `audit`.
+"""The checks of the audit after injected faults: the tables and queries of `audit`.
 
 Invariants:
 - A check is (name, query that counts what is examined, queries for violations). A violation is one row with one text: the problem.

@@ -1,4 +1,5 @@
-"""The environment of `slipstream chaos`: short, cheap episodes of one to four turns, some of which fail or are slow.
+"""The environment of `slipstream chaos`, which injects faults: short, cheap episodes of one to four turns, some of which fail or
+are slow.
 
 Invariants:
 - The number of turns depends only on the task's index; rewards and faults only on the policy's messages.

@@ -113,7 +113,7 @@ class FaultRunner:
                 if fault.after_steps:
                     self._wait_for_steps(fault.after_steps)
                 else:
-                    self._sleep(fault.after_s, self._tend)
+                    self._sleep(fault.after_s, self._revive_hosts)
                 self._change(changes, fault.number - 1, recovers=False)
                 self._inject(fault)
             for recovers in (True, False):
@@ -167,7 +167,7 @@ class FaultRunner:
         """Wait for `count` more learner steps. Raises DeadlineExceeded naming the last fault."""
         while count > 0:
             self._supervisor()
-            self._tend()
+            self._revive_hosts()
             if more := self._new_steps():
                 count -= more
                 self._last_step_at = time.monotonic()
@@ -180,7 +180,7 @@ class FaultRunner:
                 )
             time.sleep(POLL_S)
 
-    def _tend(self) -> None:
+    def _revive_hosts(self) -> None:
         """Do what a cluster does by itself while a run goes on."""
 
     def _sleep(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -277,7 +277,7 @@ class FaultRunner:
                     process = next((c for c in process.children() if "spawn_main" in " ".join(c.cmdline())), None)
             if process is not None:
                 return process
-            self._tend()
+            self._revive_hosts()
             self._new_steps()
             time.sleep(POLL_S)
         raise DeadlineExceeded("slipstream chaos", f"{fault.victim} to start", self._hang_s, f"see {self._dir}/logs")

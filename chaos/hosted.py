@@ -110,7 +110,7 @@ class HostedFaultRunner(FaultRunner):
         hosts.revive()
         self._end(fault, excused=False)
 
-    def _tend(self) -> None:
+    def _revive_hosts(self) -> None:
         try:
             self._hosts.revive()
         except ConfigError as error:

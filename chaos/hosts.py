@@ -1,4 +1,4 @@
-"""Several hosts on one machine, each its own Ray node, whose processes and links can be hurt.
+"""Hosts for fault injection: several on one machine, each its own Ray node; a fault kills or freezes processes, or cuts links.
 
 As root each host is a network namespace (`switch.py`), with an address, ports and a link of its own. Other users get the nodes of
 one Ray cluster on addresses of loopback: their processes can be killed and frozen, they have no links.

@@ -1,4 +1,5 @@
-"""Ray's command line without Ray Serve: `python -m slipstream.chaos.ray_node start --block ...` is `ray start --block ...`.
+"""Ray's command line without Ray Serve, for hosts under fault injection: `python -m slipstream.chaos.ray_node start --block ...` is
+`ray start --block ...`.
 
 The import of Ray Serve, of which a node has nothing, takes a second of CPU: it brings pandas and FastAPI. Ray's command line leaves
 out the groups of commands that it cannot import.

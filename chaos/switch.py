@@ -1,4 +1,5 @@
-"""Hosts on one machine: network namespaces whose interfaces are joined by a switch in this process. Linux, as root.
+"""The network of hosts under fault injection: namespaces of one machine whose interfaces are joined by a switch in this process.
+Linux, as root.
 
     host 0: eth0 (TAP) ──frames──┐
     host 1: eth0 (TAP) ──frames──┼── this process: forwards, delays, drops

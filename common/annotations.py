@@ -1,4 +1,4 @@
-"""What the learner computed at each token that it trained on: the record that it hands to the process that it runs in.
+"""Token annotations: what the learner computed at each token that it trained on, as the learner hands it to its process.
 
 Invariants:
 - A token without loss has no value: NaN in all of them, and no flag.

@@ -1,4 +1,4 @@
-"""Images of a conversation: where their tokens stand, and how their files are called.
+"""Images of a conversation: at which positions their tokens stand, and the names of their files.
 
     message ──Image──> session ──PromptImage──> server          the bytes, and which tokens they are seen at
                           └──PlacedImage──> trajectory, learner     the digest of the bytes, and which tokens they are seen at

@@ -140,7 +140,7 @@ class ModelScopeRepository:
         """What the hub lists: `path`, `size` in bytes and `sha256` of each file."""
         kind, repository, revision = self._kind, self._repository, self._revision
         try:
-            listed = _within(HUB_S, lambda: self._api.list_repo_files(repository, kind, revision=revision))
+            listed = _run_within(HUB_S, lambda: self._api.list_repo_files(repository, kind, revision=revision))
         except self._library.HubError as error:
             self._refuse_unreachable(error)
             raise ConfigError(self._missing(error)) from error
@@ -157,7 +157,7 @@ class ModelScopeRepository:
         """Why the hub refused to list the repository: it has none of that name, or not that revision."""
         kind, repository = self._kind, self._repository
         try:
-            known = _within(HUB_S, lambda: self._api.list_repo_revisions(repository, kind))
+            known = _run_within(HUB_S, lambda: self._api.list_repo_revisions(repository, kind))
         except Exception:  # whatever the client raises: the first error says more
             known = []
         names = [str(one.get("Revision") or one.get("name")) for one in known]
@@ -201,7 +201,7 @@ def _is_wanted(path: str, weights: bool) -> bool:
     return not any(fnmatch.fnmatch(name, pattern) for pattern in (*FOREIGN, *(() if weights else (SAFETENSORS,))))
 
 
-def _within(seconds: float, work: Callable[[], T]) -> T:
+def _run_within(seconds: float, work: Callable[[], T]) -> T:
     """The result of `work`, in a thread that is left alone where it takes longer. Raises TimeoutError."""
     result: Future[T] = Future()
 

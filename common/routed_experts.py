@@ -1,5 +1,5 @@
-"""Which experts the routers of a mixture chose for each token: recorded where tokens are sampled, replayed where they are trained
-on (router replay, Ma et al. 2025, arXiv:2510.11370).
+"""Which experts the MoE routers of a model chose for each token: recorded where an engine samples the token, replayed where the
+learner trains on it (router replay, Ma et al. 2025, arXiv:2510.11370).
 
     server ──[n, layers, top_k] by position──> completion ──> trajectory, [T, layers, top_k] ──> the learner's routers
 
@@ -20,13 +20,20 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-ROUTERS = (
+ROUTER_CLASSES = (
     *("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter"),
     *("DeepseekV3TopkRouter", "Glm4MoeTopkRouter"),
 )
-"""Classes of transformers' routers whose choices are recorded and replayed. Each gives (logits [n, experts], weights [n, top_k],
-experts int64[n, top_k])."""
-FAMILIES = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "glm4_moe")  # of models that have them
+"""Classes of transformers' MoE routers whose choices are recorded and replayed. Each gives (logits [n, experts],
+weights [n, top_k], experts int64[n, top_k])."""
+ROUTER_FAMILIES = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+)  # of models with these classes
 NARROW = 256  # experts that one byte has numbers for
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -109,9 +116,9 @@ def merged(first: RoutedExperts | None, later: RoutedExperts | None) -> RoutedEx
 
 
 def routers_of(model: Any) -> dict[int, Any]:
-    """The routers of a transformers model by the number of their layer, in order; none where their class is not in `ROUTERS`."""
+    """The MoE routers of a transformers model by the number of their layer, in order; none of classes outside `ROUTER_CLASSES`."""
     found = {}
     for name, module in model.named_modules():
-        if type(module).__name__ in ROUTERS and (layer := _LAYER.search(f"{name}.")):
+        if type(module).__name__ in ROUTER_CLASSES and (layer := _LAYER.search(f"{name}.")):
             found[int(layer[1])] = module
     return dict(sorted(found.items()))

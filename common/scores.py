@@ -1,4 +1,4 @@
-"""What an evaluation found, as it is stored in `evaluations.json` and shown."""
+"""The scores of an evaluation, as they are stored in `evaluations.json` and shown."""
 
 from __future__ import annotations
 

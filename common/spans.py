@@ -1,4 +1,4 @@
-"""What happened from when to when: the one record that all rooms hand to the process that they run in.
+"""Spans, which say what happened from when to when: the one record of times that all rooms hand to the process that they run in.
 
 Invariants:
 - To record never blocks and never raises.

@@ -1,4 +1,4 @@
-"""From `package.module:Name` in a config to the user's own callable."""
+"""Targets, which a config names as `package.module:Name`: the user's own callables."""
 
 from __future__ import annotations
 

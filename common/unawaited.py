@@ -54,7 +54,7 @@ def without_await(value: object) -> str:
     """What the first coroutine in a value is, and the user's line that made it; "" where there is none. It is closed: Python does
     not warn of it, too."""
     if not inspect.iscoroutine(value):
-        return next(filter(None, map(without_await, _inside(value))), "")
+        return next(filter(None, map(without_await, _members(value))), "")
     code, origin = value.cr_code, value.cr_origin or ()
     made = next((_place(*frame) for frame in origin if is_user_file(frame[0])), "")
     if not made and is_user_file(code.co_filename):
@@ -69,7 +69,7 @@ def traced(function: Callable[..., T], *arguments: object) -> T:
     return function(*arguments)
 
 
-def _inside(value: object) -> Iterable[object]:
+def _members(value: object) -> Iterable[object]:
     if isinstance(value, msgspec.Struct):
         return [getattr(value, name) for name in value.__struct_fields__]
     if isinstance(value, dict):

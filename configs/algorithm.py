@@ -1,4 +1,5 @@
-"""What the step optimizes: the kinds of advantages, losses, corrections and aggregation, each with its own few fields."""
+"""The config section `learner.algorithm`: the kinds of advantages, losses, corrections and aggregation, each with its own
+fields."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Combinations of keys under `learner.algorithm`, and of these with `buffer`, that are each allowed and together another algorithm,
-or none; see `checks.py`."""
+"""Combinations of config keys under `learner.algorithm`, and of these with `buffer`, that are each allowed and together another
+algorithm, or none; see `checks.py`."""
 
 from __future__ import annotations
 
@@ -145,11 +145,11 @@ def _correction(config: Config) -> Iterator[str]:
         )
     if isinstance(correction, Masked | Rejected) and not correction.bounds[0] < 1 < correction.bounds[1]:
         yield (
-            f"{key}.bounds={_pair(correction.bounds)} leave no loss to tokens of the learner's own policy, whose weight is 1; "
+            f"{key}.bounds={_list(correction.bounds)} leave no loss to tokens of the learner's own policy, whose weight is 1; "
             "allowed are a low below 1 and a high above 1"
         )
     if isinstance(correction, Truncated) and correction.bounds[0] > correction.bounds[1]:
-        yield f"{key}.bounds={_pair(correction.bounds)}: the first is the lower one; allowed is a high of at least the low"
+        yield f"{key}.bounds={_list(correction.bounds)}: the first is the lower one; allowed is a high of at least the low"
     if isinstance(correction, Rejected) and correction.weights and isinstance(loss, SELF_CORRECTING):
         yield (
             f"{key}.weights would weigh tokens twice: the ratio of learner.algorithm.loss.kind={kind} is to the policy that "
@@ -178,7 +178,7 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if isinstance(loss, DualClipPpo | DualClipDecoupledPpo) and loss.clip[2] <= 1 + loss.clip[1]:
         yield (
-            f"{key}.loss.clip={_pair(loss.clip)}: the third bounds the ratio where the advantage is negative; allowed is more than "
+            f"{key}.loss.clip={_list(loss.clip)}: the third bounds the ratio where the advantage is negative; allowed is more than "
             f"1 + the second, {1 + loss.clip[1]:g}"
         )
     if isinstance(loss, ClipCov | KlCov) and not 0 < loss.held["share"] <= 1:
@@ -277,5 +277,5 @@ def _preference(config: Config) -> Iterator[str]:
             yield f"{key}.{name}={count} with {loss}: margins are those before the batch's step; allowed is 1"
 
 
-def _pair(numbers: tuple[float, ...]) -> str:
+def _list(numbers: tuple[float, ...]) -> str:
     return f"[{', '.join(f'{number:g}' for number in numbers)}]"

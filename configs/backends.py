@@ -1,4 +1,4 @@
-"""How the learner holds and steps the model: the kinds of backends, each with its own few fields."""
+"""The config section `learner.backend`: the kinds of backends that hold and step the model, each with its own few fields."""
 
 from __future__ import annotations
 

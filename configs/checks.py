@@ -1,4 +1,4 @@
-"""Combinations of keys that are each allowed and together impossible: the run would break, so it is not started.
+"""Combinations of config keys that are each allowed and together impossible: the run would break, so it is not started.
 
 Invariants:
 - Only what would break a run is refused. The report advises on what is slow; `slipstream doctor` checks the machine.

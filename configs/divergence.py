@@ -1,4 +1,5 @@
-"""The kinds of `learner.algorithm.kl`: whether, and where, the divergence from a reference policy counts, or from a teacher."""
+"""The config section `learner.algorithm.kl` and its kinds: whether, and where, the divergence from a reference policy counts, or
+from a teacher."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Combinations of the keys of the inference servers that are impossible, see `checks`: their own options, and servers that others
-started.
+"""Combinations of the config keys of the inference servers that are impossible, see `checks`: their own options, and servers that
+others started.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The inference servers of a run: sections of the schema, one for each kind.
+"""The config sections of the inference servers of a run, one for each kind.
 
 Invariants:
 - What all kinds have is in `Servers`. A key of a kind of its own stands in that kind's section.

@@ -1,4 +1,4 @@
-"""What the policy acts on: the built-in kinds of environments, each with its own options.
+"""The config sections of environments: the built-in kinds, each with its own options.
 
 Invariants:
 - A kind is light: no environment library is imported to read, check or show a config.

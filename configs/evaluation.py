@@ -1,4 +1,4 @@
-"""When the policy is evaluated, and on what."""
+"""The config section `evaluation`: when the policy is evaluated, and on which tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation of the schema: the type and the docstring of every key, found by reflection and never written twice.
+"""The documentation of the config keys: the type and the docstring of every key, found by reflection and never written twice.
 
 Invariants:
 - A key is documented where it is declared: the string under a field in `MODULES` is its documentation.

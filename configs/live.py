@@ -1,4 +1,4 @@
-"""The keys that `slipstream set` changes while a run goes on.
+"""The table of live config keys: those that `slipstream set` changes while a run goes on.
 
 Invariants:
 - `LIVE` is the only list of them; `docs/operation.md` has it as a table, and a test compares the two.
@@ -21,11 +21,11 @@ Value = bool | int | float | str  # of a live key
 
 
 class LiveKey(msgspec.Struct, frozen=True):
-    """A key, the process that applies a change of it, and from when on."""
+    """A config key that `slipstream set` changes, the process that applies the change, and when the change takes effect."""
 
     key: str
     applied_by: Literal["buffer", "workers", "learner"]
-    acts: str
+    takes_effect: str
 
     def value(self, config: Config) -> Value:
         found: object = config
@@ -48,7 +48,7 @@ LIVE = {
         LiveKey("weightsync.cohort", "learner", "with the next push"),
     )
 }
-"""In the order in which they are shown."""
+"""The table of live config keys, in the order in which `slipstream set` shows them."""
 
 
 class LiveChange(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""From a YAML file, or the name of a preset, and `key.sub=value` overrides to a checked `Config`, and back.
+"""Loading a config: from a YAML file, or a preset's name, and `key.sub=value` overrides to a checked `Config`, and back.
 
 Invariants:
 - A config is either right or refused with one line that names the key, the value and what is allowed.

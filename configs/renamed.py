@@ -1,4 +1,4 @@
-"""Keys that earlier versions had, and what replaces each. An old key is refused with one line that names the new one."""
+"""Config keys that earlier versions had, and what replaces each. An old key is refused with one line that names the new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward of an episode: the environment's own, or that of a model of fixed weights.
+"""The config section `reward`: the environment's own reward of an episode, or that of a model of fixed weights.
 
 Invariants:
 - The model is a role of the run, `reward`: a vLLM server that the supervisor starts, monitors and restarts like the others.

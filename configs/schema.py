@@ -1,4 +1,4 @@
-"""Every knob there is: frozen msgspec structs, unknown keys refused, a docstring under every field.
+"""The schema of a run's config: every key in frozen msgspec structs, unknown keys refused, a docstring under every field.
 
 Invariants:
 - Fewer than 120 fields in all, those of `algorithm` and `backends` included; the options of a kind of environment do not count. A

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""The base class of every section of the config, and the bounded types of its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML by the core schema of YAML 1.2, where it is harmless: `1e-6` is a number, `no` and `2020-01-01` are text."""
+"""The YAML of configs, by the core schema of YAML 1.2, where it is harmless: `1e-6` is a number, `no` and `2020-01-01` are text."""
 
 from __future__ import annotations
 

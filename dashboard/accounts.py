@@ -1,4 +1,5 @@
-"""Where the tokens of a run went: the ledger by account, version and length, by the store's own views, a part at a time.
+"""The dashboard's page of the token ledger: the tokens of a run by account, version and length, by the store's own views, a part at
+a time.
 
 Invariants:
 - Groups that can no longer change are summed up once and kept in memory; a request reads only the others.

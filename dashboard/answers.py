@@ -1,4 +1,4 @@
-"""What the page asks about a run, and the answers: those of the server and those in an exported page are the same.
+"""The dashboard's answers about a run: those of its server and those in an exported page are the same.
 
     GET /api/runs/RUN/PATH?QUERY  ──>  READS[PATH](run, Question(parts of the path, query))  ──>  JSON
 

@@ -1,4 +1,4 @@
-"""The server of the page: files of the page, JSON of the runs, and a stream that says which runs changed.
+"""The dashboard's HTTP server: files of the page, JSON of the runs, and a stream that says which runs changed.
 
     browser ──GET /──────────────────────────> static/            ES modules; the page asks no other host for anything
             ──GET /api/runs/RUN/...──────────> what is asked for, read in a thread, once for all pages that ask together

@@ -1,4 +1,4 @@
-"""Growing columns of numbers, and names as numbers: what a million trajectories take in memory."""
+"""The dashboard's growing columns of numbers, and names as numbers: what a million trajectories take in memory."""
 
 from __future__ import annotations
 

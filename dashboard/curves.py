@@ -1,8 +1,8 @@
-"""The metrics of a run's steps as columns, read as the file grows, and what they say of the present.
+"""The dashboard's curves: the metrics of a run's steps as columns, read as the file grows, and their newest means.
 
 Invariants:
 - A learner that resumes repeats steps: of two rows for one step the later one counts.
-- A metric that is missing or null in a step is null there, never 0.
+- A metric that the row of a step lacks, or has as JSON's null, is null at that step of its column, never 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RowNumbers = tuple[Row, dict[str, float]]
 
 
 class MetricsTable:
-    """Of the run in `folder`; from any thread."""
+    """The metrics of the steps of the run in `folder`; from any thread."""
 
     def __init__(self, folder: Path) -> None:
         self._follower = LineFollower(folder / METRICS)

@@ -1,4 +1,5 @@
-"""How environments do: what their calls and tools took in the newest episodes, and which episodes failed and why."""
+"""The dashboard's page of environments: what their calls and tools took in the newest episodes, and which episodes failed and
+why."""
 
 from __future__ import annotations
 

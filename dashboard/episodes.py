@@ -1,5 +1,5 @@
-"""Which episodes of a run a person reads in a terminal: of one step or one evaluation the newest, the worst or the best, or those
-that failed.
+"""Episodes that `slipstream show` reads for a person in a terminal: of one step or one evaluation the newest, the worst, the best
+or the failed ones.
 
 Invariants:
 - Without a step it is the newest that was trained, before the first one whatever was delivered; failed episodes are then looked for
@@ -78,7 +78,7 @@ def select(run: WatchedRun, step: int | None, order: Order, count: int) -> Episo
             return EpisodeSelection(title, _distinct(db.newest("episode_id", count)))
         shown = next((s for s, v in versions.items() if v == version), None)
         name = f"version {version}" if shown is None else f"step {shown}"
-        if (found := _of(db, name, OF_VERSION, version, order, count)) is None:
+        if (found := _select_episodes(db, name, OF_VERSION, version, order, count)) is None:
             raise StoreError(f"{name} of {run.folder}: its episodes were dropped to free space (`buffer.keep`)")
         return found
 
@@ -90,7 +90,7 @@ def select_evaluated(run: WatchedRun, evaluation: str, order: Order, count: int)
     with run.evaluated.open() as db:
         if order == "failed":
             return _failed(db, label, OF_EVALUATION, label, count)
-        found = _of(db, label, OF_EVALUATION, label, order, count)
+        found = _select_episodes(db, label, OF_EVALUATION, label, order, count)
     return found or EpisodeSelection(f"{label}: all of its episodes failed (--failed)", ())
 
 
@@ -123,7 +123,9 @@ def read_episode(run: WatchedRun, id: str, source: Source = "training") -> Store
     return StoredEpisode(**fields, branches=run.reader_of(source).episode(wanted))
 
 
-def _of(db: ReadConnection, name: str, where: str, value: object, order: Order, count: int) -> EpisodeSelection | None:
+def _select_episodes(
+    db: ReadConnection, name: str, where: str, value: object, order: Order, count: int
+) -> EpisodeSelection | None:
     """Of those that did not fail; None where there are none."""
     played = TRAJECTORIES + where
     query = f"SELECT count(DISTINCT e.id), count(DISTINCT g.id), avg(t.reward), min(t.reward), max(t.reward){played}"

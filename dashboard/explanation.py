@@ -1,4 +1,5 @@
-"""What `slipstream explain` says of a run, for the page: found off the requests, kept, and found again after new steps.
+"""What `slipstream explain` says of a run, for the dashboard: computed apart from requests, kept, and computed again after new
+steps.
 
     request ──> the newest that is known, at once        task ──> waits until it is due ──> `RunAccess.explain` ──> kept
 
@@ -85,7 +86,7 @@ class LiveExplanation:
 
     def newest(self) -> ShownExplanation:
         """What is known; starts to find a newer one where the run has changed since."""
-        if (self._task is None or self._task.done()) and self._state != self._now():
+        if (self._task is None or self._task.done()) and self._state != self._state_of_run():
             self._task = asyncio.create_task(self._find())
         working = self._task is not None and not self._task.done()
         return msgspec.structs.replace(self._known, working=working)
@@ -98,7 +99,7 @@ class LiveExplanation:
     async def _find(self) -> None:
         await asyncio.sleep(max(0.0, self._due - time.monotonic()))
         async with self._turn:
-            state, active, began = self._now(), self._run.is_active(), time.monotonic()
+            state, active, began = self._state_of_run(), self._run.is_active(), time.monotonic()
             try:
                 self._known = shown_explanation(await self._run.access.explain(self._run.folder), active=active)
             except (SlipstreamError, OSError) as error:
@@ -108,7 +109,7 @@ class LiveExplanation:
             self._state, self._due = state, now + max(LEAST_S, AGAIN * (now - began))
         self._run.explained += 1  # the page asks again
 
-    def _now(self) -> object:
+    def _state_of_run(self) -> object:
         """What an explanation depends on."""
         return self._run.is_active(), *(_size(self._run.folder / name) for name in (METRICS, ALERTS))
 

@@ -1,4 +1,4 @@
-"""What all pages of a server share: one look at the files of its runs at a time, and the answers to equal questions.
+"""What all pages of one dashboard share: one reader of the files of its runs, and the answers to equal questions.
 
     RunFolder ──a look every LOOK_S, while a page listens──> numbers of changes ──> every page
     page, page, page ──the same question──> one read ──> the same bytes
@@ -44,7 +44,7 @@ class ChangeFeed:
     async def close(self) -> None:
         """No listener waits any more."""
         self.closed = True
-        self._tell()
+        self._wake_waiting()
         await self._stop()
 
     @property
@@ -88,10 +88,10 @@ class ChangeFeed:
                     self._states = found
                     self.numbers |= dict.fromkeys(changed, time.time_ns() // 1_000_000)
                     self.changes += 1
-                    self._tell()
+                    self._wake_waiting()
                 await asyncio.sleep(LOOK_S)
         finally:
-            self._tell()
+            self._wake_waiting()
 
     async def _stop(self) -> None:
         looking, self._looking = self._looking, None
@@ -99,7 +99,7 @@ class ChangeFeed:
             looking.cancel()
             await asyncio.wait([looking])
 
-    def _tell(self) -> None:
+    def _wake_waiting(self) -> None:
         """All who wait."""
         news, self._news = self._news, asyncio.Event()
         news.set()

@@ -1,4 +1,4 @@
-"""The gauges of all processes of a run, one line a second each, as columns over time.
+"""The dashboard's gauges of all processes of a run, one line a second each, as columns over time.
 
 Invariants:
 - A gauge that a process did not report in a second is missing there, never 0.

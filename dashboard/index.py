@@ -1,4 +1,4 @@
-"""All trajectories of a run as columns in memory, which lists are filtered and sorted by.
+"""The dashboard's index: all trajectories of a run as columns in memory, which lists are filtered and sorted by.
 
     trajectories, or failed  ──followed by rowid──> columns        groups  ──those that may still change──> states
 

@@ -1,4 +1,5 @@
-"""A trace sent to a collector of OpenTelemetry (OTLP over HTTP), by its SDK, under the names that it has for generative AI.
+"""The trace of a run, sent to a collector of OpenTelemetry (OTLP over HTTP), by its SDK, under the names that it has for generative
+AI.
 
 Invariants:
 - An episode is one trace of OpenTelemetry, its root the span of the episode; so is each version of what a process did beside them.
@@ -68,7 +69,7 @@ def send_otlp(trace: RunTrace, run: str, model: str, url: str) -> int:
     exporter = OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S)
     spans = _SpanMaker(run, model).make(trace)
     try:
-        with _said() as said:
+        with _captured_log() as said:
             for at in range(0, len(spans), AT_ONCE):
                 if exporter.export(spans[at : at + AT_ONCE]) is not SpanExportResult.SUCCESS:
                     why = " ".join(dict.fromkeys([*said[-1:], *said[:1]])) or "it gives no reason"
@@ -79,7 +80,7 @@ def send_otlp(trace: RunTrace, run: str, model: str, url: str) -> int:
 
 
 @contextlib.contextmanager
-def _said() -> Iterator[list[str]]:
+def _captured_log() -> Iterator[list[str]]:
     """What the SDK logs in this block, instead of printing it."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -149,7 +150,7 @@ class _SpanMaker:
             for one in lane:
                 while opened and opened[-1][0].end <= one.begin:
                     opened.pop()
-                parent = opened[-1][1] if opened else root if key.episode else _around(phases, one)
+                parent = opened[-1][1] if opened else root if key.episode else _phase_around(phases, one)
                 span = self._span(tracer, key, one, parent)
                 root = span if one.what == "episode" else root
                 opened.append((one, span))
@@ -175,7 +176,7 @@ class _SpanMaker:
         return span
 
 
-def _around(phases: Sequence[tuple[Slice, Any]], one: Slice) -> Any:
+def _phase_around(phases: Sequence[tuple[Slice, Any]], one: Slice) -> Any:
     """The last phase that begins before `one` and lasts until then."""
     at = bisect.bisect_right(phases, one.begin, key=lambda pair: pair[0].begin) - 1
     return phases[at][1] if at >= 0 and phases[at][0].end >= one.begin else None

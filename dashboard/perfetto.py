@@ -1,4 +1,4 @@
-"""A trace in Perfetto's own format: TrackEvent protobuf, written by hand, because its few fields need no library.
+"""The trace of a run that `slipstream trace` writes, in Perfetto's format: TrackEvent protobuf, whose few fields need no library.
 
     process ROLE ── track per replica that is pushed to, group 3 ── track episode 3.0.1: episode > turn > queue, prefill, decode
             └────── counter per gauge

@@ -1,4 +1,4 @@
-"""The processes of a run, as they were a second ago, and the ends of their logs."""
+"""The dashboard's page of the processes of a run: as they were a second ago, and the ends of their logs."""
 
 from __future__ import annotations
 

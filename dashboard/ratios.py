@@ -1,5 +1,5 @@
-"""How far the policy had moved from the one that sampled a token: histograms of log(p / b) by staleness, and its largest value at
-tokens of staleness 0 by replica, which is what a replica and the learner differ by.
+"""The dashboard's importance ratios, by how much the policy had moved since it sampled a token: histograms of log(p / b) by
+staleness, and its largest value at tokens of staleness 0 by replica, which is what a replica and the learner differ by.
 
     annotations/ of the newest steps ──log-ratios──┐
     headers in buffer.sqlite ──versions, replicas──┴──> RatioSummary

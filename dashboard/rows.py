@@ -1,4 +1,5 @@
-"""Trajectories as rows for other programs: everything that a run recorded of each, with its messages as text.
+"""The trajectories that `slipstream export` writes as rows for other programs: everything that a run recorded of each, with its
+messages as text.
 
 Invariants:
 - A row has what the store has; what was not recorded, or was dropped to free space, is null.

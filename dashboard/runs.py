@@ -1,4 +1,4 @@
-"""The runs that a page shows: a run's folder, or every run in a folder."""
+"""The runs that the dashboard shows: a run's folder, or every run in a folder."""
 
 from __future__ import annotations
 

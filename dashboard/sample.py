@@ -1,4 +1,4 @@
-"""Which trajectories and batches an exported page has, and the answers about them.
+"""The sample of a run in an exported page of the dashboard: some trajectories and batches, and the answers about them.
 
     versions, evenly over the run ──> of each some groups, those first with annotations and whose rewards differ ──> their members
 
@@ -53,10 +53,10 @@ class RunSample:
 
     def take(self) -> None:
         """Once. Raises StoreError."""
-        for version, groups in self._chosen() if self._run.store.exists else ():
+        for version, groups in self._choose_batches() if self._run.store.exists else ():
             if version is not None and version not in self._batches:
                 batch = self._run.timeline.batch(version)
-                if self._fits(batch):
+                if self._take_room(batch):
                     self._batches[version] = batch
             for group in groups:
                 self._add_group(group)
@@ -66,7 +66,7 @@ class RunSample:
                 answer = found[one] | {"previous": before, "next": after}
                 self.answers[f"{path}/{one}"] = msgspec.Raw(msgspec.json.encode(answer))
 
-    def _chosen(self) -> Iterator[tuple[int | None, list[int]]]:
+    def _choose_batches(self) -> Iterator[tuple[int | None, list[int]]]:
         """(version, groups of its batch), the versions by turns; without a batch the newest groups."""
         with self._run.store.open() as db:
             versions = [version for (version,) in db.all(BATCHES)]
@@ -85,7 +85,7 @@ class RunSample:
 
     def _add_group(self, id: int) -> None:
         group = self._run.reader.group(id)
-        if not self._fits(group):
+        if not self._take_room(group):
             return
         self._groups[id] = group
         rows = self._run.index.page(TrajectoryQuery(group=id, limit=MEMBERS)).rows
@@ -96,7 +96,7 @@ class RunSample:
                 answers[f"{path}/tokens"] = self._tokens(row["id"], answers[path]["tokens"])
                 answers[f"{path}/messages"] = _shortened(self._run.reader.messages(row["id"]))
             encoded = {path: msgspec.Raw(msgspec.json.encode(answer)) for path, answer in answers.items()}
-            if not self._fits(*encoded.values()):
+            if not self._take_room(*encoded.values()):
                 return
             self.answers |= encoded
             self.rows.append(row)
@@ -108,7 +108,7 @@ class RunSample:
             whole = _joined(whole, self._run.reader.window(id, start, min(total, start + WINDOW)))
         return whole | {"start": 0}
 
-    def _fits(self, *answers: Any) -> bool:
+    def _take_room(self, *answers: Any) -> bool:
         """Whether there is room and time for these; the room is then taken."""
         size = sum(len(msgspec.json.encode(answer)) for answer in answers)
         if size > self._left or time.monotonic() > self._until:

@@ -1,4 +1,4 @@
-"""Reading the files of a run's buffer while the run goes on, without holding it up.
+"""The dashboard's reader of the files of a run's buffer, which does not hold up a run that goes on.
 
 Invariants:
 - Connections are read-only and are closed after one request. Callers fetch all rows of a query at once, and ask for at most

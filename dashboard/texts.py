@@ -1,4 +1,4 @@
-"""Texts of tokens, by the tokenizer that the run keeps a copy of, else by that of its model's folder.
+"""The dashboard's texts of tokens, by the tokenizer that the run keeps a copy of, else by that of its model's folder.
 
 Invariants:
 - A character that several tokens make together belongs to the last of them; the others have no text.
@@ -83,12 +83,12 @@ class TokenTexts:
         found: list[ShownMessage] = []
         at = 0
         for number, (start, end) in enumerate(turns):
-            found += self._given(ids, at, start, cut)
+            found += self._context_messages(ids, at, start, cut)
             while end > start and ids[end - 1] in self._control:
                 end -= 1  # the control token that ends the turn belongs to the format
             found.append(self._message(ids, start, end, "assistant", number, cut))
             at = end
-        return found + self._given(ids, at, len(ids), cut)
+        return found + self._context_messages(ids, at, len(ids), cut)
 
     def _recorded(
         self,
@@ -114,7 +114,7 @@ class TokenTexts:
             found.append(msgspec.structs.replace(message, name=one.name, malformed=one.malformed))
         return found
 
-    def _given(self, ids: Sequence[int], start: int, end: int, cut: int) -> list[ShownMessage]:
+    def _context_messages(self, ids: Sequence[int], start: int, end: int, cut: int) -> list[ShownMessage]:
         """What the policy was given in `[start, end)`."""
         cuts = [i for i in range(start, end) if ids[i] in self._control]
         found, role = list[ShownMessage](), ""
@@ -139,11 +139,14 @@ class TokenTexts:
         """Without the tokens that the chat format has around an image."""
         texts, at = list[str](), start
         for image in images:
-            texts += [self.text(self._said(ids[at : image.start])), f"[{FOLDER}/{image.name[:2]}/{image.name}]"]
+            texts += [
+                self.text(self._without_control(ids[at : image.start])),
+                f"[{FOLDER}/{image.name[:2]}/{image.name}]",
+            ]
             at = image.end
-        return "".join([*texts, self.text(self._said(ids[at:end]))])
+        return "".join([*texts, self.text(self._without_control(ids[at:end]))])
 
-    def _said(self, ids: Sequence[int]) -> list[int]:
+    def _without_control(self, ids: Sequence[int]) -> list[int]:
         return [id for id in ids if id not in self._control]
 
     def _step(self, stream: DecodeStream, id: int) -> str:

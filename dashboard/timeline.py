@@ -1,4 +1,5 @@
-"""What happened when: phases of the learner and parts of pushes, gauges of all processes, and the life of the episodes of a batch.
+"""The dashboard's timeline: phases of the learner and parts of pushes, gauges of all processes, and the life of the episodes of a
+batch.
 
 Invariants:
 - Times are absolute, as they were recorded; hosts may have clocks that differ.

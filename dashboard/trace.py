@@ -1,4 +1,4 @@
-"""The spans of a run as tracks of nested slices, for viewers of traces.
+"""The trace of a run: its spans as tracks of nested slices, for viewers of traces.
 
     spans/ROLE.PID.jsonl ──by process, episode and replica──> tracks ──placed──> lanes whose slices nest
 

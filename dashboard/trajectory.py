@@ -1,4 +1,4 @@
-"""One trajectory and one group, read from the store when they are asked for.
+"""The dashboard's page of one trajectory or one group, read from the buffer's store at each request.
 
 Invariants:
 - A request reads the header and the bytes that it shows: the cost of a window does not grow with the trajectory.
@@ -150,7 +150,7 @@ class TrajectoryReader:
         with self._store.open() as db:
             of_episode = "WHERE t.episode_id = ? LIMIT ?"
             rows = db.all(f"{ROW} {of_episode}", id, BRANCHES) + db.all(f"{FAILED_ROW} {of_episode}", id, BRANCHES)
-            return sorted(self._stored(db, rows), key=lambda one: one.header.branch)
+            return sorted(self._decode_rows(db, rows), key=lambda one: one.header.branch)
 
     def all(self, versions: Collection[int] | None = None) -> Iterator[StoredTrajectory]:
         """Every trajectory in the order of delivery, then those of episodes that failed, shard by shard where the buffer has any;
@@ -164,7 +164,7 @@ class TrajectoryReader:
 
     def _page(self, query: str, at: int) -> list[StoredTrajectory]:
         with self._store.open() as db:
-            return self._stored(db, db.all(query, at, PAGE))
+            return self._decode_rows(db, db.all(query, at, PAGE))
 
     def arrays(self, one: StoredTrajectory) -> bytes | None:
         """Token ids, log-probs and loss mask as an `EncodedTrajectory` has them; None where they were dropped to free space."""
@@ -184,7 +184,7 @@ class TrajectoryReader:
                 )
             of_group = "WHERE t.group_id = ? LIMIT ?"
             rows = db.all(f"{ROW} {of_group}", id, MEMBERS) + db.all(f"{FAILED_ROW} {of_group}", id, MEMBERS)
-            found = self._stored(db, rows)
+            found = self._decode_rows(db, rows)
             around = db.one(
                 "SELECT (SELECT max(id) FROM groups WHERE id < ?), (SELECT min(id) FROM groups WHERE id > ?)", id, id
             )
@@ -238,9 +238,9 @@ class TrajectoryReader:
         return {
             "edges": edges.tolist(),
             **{name: share.tolist() for name, share in shares.items()},
-            "staleness": _where(some, staleness),
-            "version": _where(some, np.maximum.reduceat(versions, starts)),
-            "logprob": _where(some, np.round(logprobs / np.maximum(counts, 1), 4)),
+            "staleness": _values_or_none(some, staleness),
+            "version": _values_or_none(some, np.maximum.reduceat(versions, starts)),
+            "logprob": _values_or_none(some, np.round(logprobs / np.maximum(counts, 1), 4)),
             **_strip_of(self._annotations(one), starts, total),
         }
 
@@ -257,9 +257,9 @@ class TrajectoryReader:
                 raise StoreError(
                     f"trajectory {id} is not in the buffer: there was none, or its rows were dropped to free space"
                 )
-            return self._stored(db, [row])[0]
+            return self._decode_rows(db, [row])[0]
 
-    def _stored(self, db: ReadConnection, rows: Sequence[Sequence[Any]]) -> list[StoredTrajectory]:
+    def _decode_rows(self, db: ReadConnection, rows: Sequence[Sequence[Any]]) -> list[StoredTrajectory]:
         counters = db.counters()
         version = counters.version if counters else 0
         names = StoredTrajectory.__struct_fields__[3:-1]
@@ -328,7 +328,7 @@ def _strip_of(found: TokenAnnotations | None, starts: NDArray[np.int64], total: 
     columns = {"log_ratio": np.where(largest >= -least, largest, least)}
     for name in ("entropy", "advantage"):
         columns[name] = np.add.reduceat(known[VALUES.index(name)], starts) / np.maximum(counts, 1)
-    return {name: _where(counts > 0, np.round(column, 5)) for name, column in columns.items()}
+    return {name: _values_or_none(counts > 0, np.round(column, 5)) for name, column in columns.items()}
 
 
 def _padded(found: TokenAnnotations, end: int) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
@@ -342,5 +342,5 @@ def _numbers(values: NDArray[np.float64]) -> list[float | None]:
     return [None if math.isnan(value) else round(value, 5) for value in values.tolist()]
 
 
-def _where(some: NDArray[np.bool_], values: NDArray[Any]) -> list[Any]:
+def _values_or_none(some: NDArray[np.bool_], values: NDArray[Any]) -> list[Any]:
     return [value if there else None for value, there in zip(values.tolist(), some.tolist(), strict=True)]

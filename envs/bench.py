@@ -1,4 +1,4 @@
-"""How fast an environment is: resets and steps a second, their latencies, and how long it holds up the event loop.
+"""The speed of an environment: resets and steps a second, their latencies, and how long it holds up the event loop.
 
 Invariants:
 - The policies are the scripted ones of `check.py`, which answer at once: what is measured is the environment.

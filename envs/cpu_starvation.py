@@ -1,4 +1,4 @@
-"""How long a process could not run, through no fault of its own."""
+"""CPU starvation of a process that plays environments: for how long other processes had the cores, or it was stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which of finitely many tasks an index means: a part is held out for evaluation, the others come once per epoch.
+"""Epochs over an environment's tasks, where they are finitely many: which one an index means. A part is held out for evaluation,
+the others come once per epoch.
 
 Invariants:
 - With n tasks, indices e * n to (e + 1) * n - 1 are a permutation of them, which follows from the seed and e. The buffer counts

@@ -1,4 +1,4 @@
-"""From a name in a config to what it names: a file, or an optional library."""
+"""Loading what the config of an environment names: a file, or an optional library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What policies say, without a model: text, nothing, broken calls, calls of no tool, calls that fit a schema and that do not."""
+"""Scripted policies, which play environments without a model: text, nothing, broken calls, calls of no tool, calls that fit a
+schema and that do not."""
 
 from __future__ import annotations
 

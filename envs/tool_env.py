@@ -91,15 +91,15 @@ def as_tool(function: Function | Tool) -> Tool:
             raise InvalidCall(str(error)) from None
 
     async def awaited(sent: JSON) -> Result:
-        return _shown(await function(**arguments_of(sent)))
+        return _tool_result(await function(**arguments_of(sent)))
 
     def called(sent: JSON) -> Result:
-        return _shown(function(**arguments_of(sent)))
+        return _tool_result(function(**arguments_of(sent)))
 
     return Tool(spec, awaited if inspect.iscoroutinefunction(function) else called)
 
 
-def _shown(value: Any) -> Result:
+def _tool_result(value: Any) -> Result:
     parts = value if isinstance(value, list) else [value]
     if any(isinstance(part, Image) for part in parts):
         return [part if isinstance(part, Image) else _text(part) for part in parts]

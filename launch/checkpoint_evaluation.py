@@ -46,7 +46,7 @@ def evaluate_checkpoint(config: Config, run_dir: Path, label: str, step: int, te
     model = folder / "model"
     try:
         convert(config, path_of(run_dir / "checkpoints", step), model)
-        served = _alone(config, str(model), suites)
+        served = _one_server_config(config, str(model), suites)
         asyncio.run(make_supervisor(served, folder, View(), {}, evaluated=run_dir).evaluate(label, step))
     except RoleDied as error:
         raise RoleDied(error, final=True) from error  # its processes were restarted as often as the config allows
@@ -56,7 +56,7 @@ def evaluate_checkpoint(config: Config, run_dir: Path, label: str, step: int, te
     shutil.rmtree(folder)  # where it failed, its logs stay
 
 
-def _alone(config: Config, model: str, suites: dict[str, Config]) -> Config:
+def _one_server_config(config: Config, model: str, suites: dict[str, Config]) -> Config:
     """`config` for one server of `model` on this host that plays `suites`."""
     replace, evaluation = structs.replace, config.evaluation
     named = {name: evaluation.suites.get(name, EvaluationSuite()) for name in suites if name}

@@ -18,17 +18,17 @@ from ..envs.isolation.serve import EnvServer, load_or_make_keys
 from ..errors import ConfigError
 
 
-def serve_environments(config: Config, address: str, keys: str, tell: Callable[[str], None]) -> None:
+def serve_environments(config: Config, address: str, key_file: str, tell: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError: the address, the keys or an environment cannot be used."""
     if not ADDRESS.fullmatch(address):
         raise ConfigError(f"--address: {address!r} is not of the form tcp://HOST:PORT")
-    if not keys and not LOOPBACK.match(address):
+    if not key_file and not LOOPBACK.match(address):
         raise ConfigError(
             f"--keys: must name a file, {address} can be reached from other hosts; it is made where it is missing"
         )
     sections = parts_by_key(absolute_paths(config.env))
     addressed = {key: section for key, section in sections.items() if section.address}
-    found = load_or_make_keys(Path(keys)) if keys else None
+    found = load_or_make_keys(Path(key_file)) if key_file else None
 
     async def run() -> None:
         task = asyncio.current_task()
@@ -46,7 +46,7 @@ def serve_environments(config: Config, address: str, keys: str, tell: Callable[[
                 described = await pool.handle(Describe(f"first {key}", source))
                 if isinstance(described, EnvFailure):
                     raise ConfigError(described.text)
-            tell(f"{', '.join(server.pools)} at {server.address}{f', keys in {keys}' if keys else ''}")
+            tell(f"{', '.join(server.pools)} at {server.address}{f', keys in {key_file}' if key_file else ''}")
             await serving
         finally:
             serving.cancel()

@@ -44,7 +44,7 @@ def _check_first_tasks(parts: Sequence[EnvPart]) -> None:
             task: object = part.source.task(0)
         except Exception as error:  # whatever the user's own code raises
             raise ConfigError(
-                f"env: {part.name} raised {type(error).__name__} for task 0: {error}{_at(error)}"
+                f"env: {part.name} raised {type(error).__name__} for task 0: {error}{_raising_line(error)}"
             ) from error
         if why := without_await(task):
             raise ConfigError(f"env: {part.name}: {why} for task 0; `task` is a plain function, `def task`")
@@ -72,7 +72,7 @@ def prompt(inputs: RunInputs) -> str:
     if config.launch.hosts == "many":
         return "not checked: the environments run on other hosts"
     longest, long, suites = 0, list[str](), suites_of(config)
-    for name, left_out in inputs.leave_out_long().items():
+    for name, left_out in inputs.leave_out_long_prompts().items():
         key, agent = (f"evaluation.suites.{name}", suites[name].agent) if name else ("agent", config.agent)
         for part in inputs.suites[name] if name else inputs.train:
             if not part.self_played:  # its library makes its prompts
@@ -127,7 +127,7 @@ async def _opening(part: EnvPart, step_s: float) -> Observation:
         raise ConfigError(f"env: {part.name}: the reset of task 0: {error}") from error
     except (Exception, SystemExit) as error:  # whatever the user's own code raises
         raise ConfigError(
-            f"env: {part.name} raised {type(error).__name__} in the reset of task 0: {error}{_at(error)}"
+            f"env: {part.name} raised {type(error).__name__} in the reset of task 0: {error}{_raising_line(error)}"
         ) from error
     finally:
         with contextlib.suppress(Exception):  # episodes report it
@@ -137,7 +137,7 @@ async def _opening(part: EnvPart, step_s: float) -> Observation:
     return opening
 
 
-def _at(error: BaseException) -> str:
+def _raising_line(error: BaseException) -> str:
     """The user's line that raised, for the end of a message."""
     line = user_line(error)
     return f" ({line})" if line else ""

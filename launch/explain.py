@@ -1,4 +1,4 @@
-"""`slipstream explain` on a folder: what this machine allows, and how a run that goes on is followed."""
+"""`slipstream explain` on a folder: the limits of this machine, and following a run that goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy of a step of a run, as a Hugging Face folder.
+"""`slipstream export --to hf`: the policy after a step of a run, as a Hugging Face folder.
 
 Invariants:
 - A checkpoint holds the run's own format and layout of ranks; it is loaded here by one rank, which holds the whole model.

@@ -1,4 +1,4 @@
-"""What the processes of a run know of each other: the public key of every role, and the tokens of the servers.
+"""What the processes of a run know of each other: the public key of every role, and the access tokens of the inference servers.
 
     supervisor ──PeerDirectory, published with every process that starts──> roles: who may connect, whose key a client demands
     role ──RequestAccess──> supervisor ──AccessGranted──> role: tokens of the servers that this role may use

@@ -1,4 +1,4 @@
-"""A short real run of a config, for its speed alone.
+"""Probes of `slipstream tune`: short real runs of a config, for their speed alone.
 
     config ──probe-N.yaml──> `slipstream train probe-N.yaml` ──metrics──> figures of the steps after the run has filled up
 

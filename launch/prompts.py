@@ -39,4 +39,4 @@ def leave_out_long_prompts(parts: Sequence[EnvPart], renderer: Renderer, agent: 
         return prompt_tokens(renderer, agent, opening) < agent.max_tokens
 
     sources = {part.name: part.source for part in parts if isinstance(part.source, DatasetSource)}
-    return {name: source.leave_out_long(fits, agent.max_tokens) for name, source in sources.items()}
+    return {name: source.leave_out_long_prompts(fits, agent.max_tokens) for name, source in sources.items()}

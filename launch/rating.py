@@ -97,18 +97,18 @@ def rate(config: Config, model: str, out: Path, samples: int, rows: int, bounds:
     ratings = ratings_of(out)
     inputs = preflight(config, pushed=False)
     _begin(ratings, _header(config, config.env, model, samples))
-    source = _rows(inputs)
-    wanted = sorted(source.row_number(task) for task in range(len(source)))[: rows or None]
+    dataset = _training_rows(inputs)
+    wanted = sorted(dataset.row_number(task) for task in range(len(dataset)))[: rows or None]
     if not {one.task for one in read_ratings(ratings)}.issuperset(wanted):
         _measure(config, RatingPlan(str(ratings.resolve()), samples, rows))
-    return _write(source, out, read_ratings(ratings), bounds)
+    return _write(dataset, out, read_ratings(ratings), bounds)
 
 
-def _rows(inputs: RunInputs) -> DatasetSource:
-    """The rows that are trained on, without those that are too long."""
+def _training_rows(inputs: RunInputs) -> DatasetSource:
+    """The rows of the data set that are trained on, without those whose prompts are too long."""
     from ..envs.dataset.source import DatasetSource
 
-    inputs.leave_out_long()
+    inputs.leave_out_long_prompts()
     source = inputs.train[0].source
     assert isinstance(source, DatasetSource)
     return source

@@ -1,4 +1,4 @@
-"""Train, resume, evaluate: from a config to a report.
+"""The commands `train`, `resume` and `eval`: from a config, through a supervised run, to a report.
 
 Invariants:
 - Everything that can be refused is refused before the first process starts and before a file is written.

@@ -1,4 +1,4 @@
-"""What a config names that takes time to make, made once for all that look at it: its task sources and its chat format.
+"""What a config names that takes time to make, made once per command that starts a run: its task sources and its chat format.
 
 Invariants:
 - A source is made once, a data set is read once, and its prompts are measured once, however many checks look at them.
@@ -62,7 +62,7 @@ class RunInputs:
 
         if not traced_sections(self.config.env):
             return ([],) * len(self.train)
-        self.leave_out_long()  # indices of tasks are those that the run will have
+        self.leave_out_long_prompts()  # indices of tasks are those that the run will have
         return tuple(part.source.traces() if isinstance(part.source, DatasetSource) else [] for part in self.train)
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class RunInputs:
         agent = self.config.agent
         return load_renderer(agent.renderer, load_tokenizer(self.config.model.path), thinking=agent.thinking)
 
-    def leave_out_long(self) -> dict[str, dict[str, int]]:
+    def leave_out_long_prompts(self) -> dict[str, dict[str, int]]:
         """Leave out the tasks whose prompt is too long; how many there are, by environment, of training (the name is empty) and of
         each named suite. Raises ConfigError where none is left."""
         return self._left_out
@@ -110,5 +110,5 @@ class RunInputs:
         sections = parts_by_key(self.config.env)
         part = self.train[list(sections).index(key)]
         if isinstance(sections[key], DataSection):
-            return self.counts[key] - self.leave_out_long()[""].get(part.name, 0)
+            return self.counts[key] - self.leave_out_long_prompts()[""].get(part.name, 0)
         return len(part.source) if isinstance(part.source, Sized) else 0

@@ -1,4 +1,4 @@
-"""The parts of a tiny random Qwen3-VL that see: its vision tower and its image processor.
+"""The vision tower and the image processor of the tiny random Qwen3-VL that `slipstream init-model` makes.
 
 an image of 32 x 32 pixels ──8 x 8 pixels each──> 4 x 4 patches ──2 x 2 each──> 4 tokens of the decoder
 """

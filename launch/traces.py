@@ -107,7 +107,7 @@ class _Grader:
                 return None
             session = Session(
                 self._renderer,
-                _given(token_ids[start:]),
+                _scripted_generate(token_ids[start:]),
                 vocabulary=self._vocabulary,
                 max_tokens_per_turn=self._most,
                 max_tokens=self._most,
@@ -141,7 +141,7 @@ class _Grader:
             raise PolicyError(f"the chat format cannot render it: {describe(error)}") from error
 
 
-def _given(answer: tuple[int, ...]) -> Generate:
+def _scripted_generate(answer: tuple[int, ...]) -> Generate:
     """Samples `answer`, whatever the prompt is: by no version of the policy, with log-probs of 0: an expert's are not known."""
     from ..agents import Completion
     from ..buffer.trajectory import VersionSpan

@@ -1,1 +1,2 @@
-"""Where the policy improves: advantages, losses, packing, the training loop; `fsdp2` and `megatron` hold and step the model."""
+"""The learner, which improves the policy: advantages, losses, packing, the training loop; `fsdp2` and `megatron` hold and step the
+model."""

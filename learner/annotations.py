@@ -1,4 +1,4 @@
-"""What the loss saw at each token, kept for some groups of each batch.
+"""Token annotations of the learner: what the loss computed at each token of some groups of each batch.
 
     TrainBatch ──choose──> trajectories of whole groups        rows of a step ──of──> loss ──finish──> TokenAnnotations
 
@@ -52,9 +52,9 @@ class StepAnnotations:
 
     def of(self, loss: PolicyLoss) -> PolicyLoss:
         """`loss`, which is listened to."""
-        return listening(loss, self._hear) if self._chosen else loss
+        return listening(loss, self._record_row) if self._chosen else loss
 
-    def _hear(self, tokens: TokenOutputs, row: MicroBatch) -> None:
+    def _record_row(self, tokens: TokenOutputs, row: MicroBatch) -> None:
         if not self._chosen.isdisjoint(row.ids):
             self._seen.append((without_candidates(row), *_compact(tokens)))
 

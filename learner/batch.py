@@ -1,4 +1,4 @@
-"""A batch as flat columns: all sequences side by side on one token axis.
+"""The learner's batch as flat columns: all sequences side by side on one token axis.
 
     groups ──flatten──> TrainBatch ──aux models, estimators──> ──trainable──> sequences that carry loss ──> `packing.py`
 

@@ -128,7 +128,7 @@ class BatchTrainer:
         await self._fetch(taken, {batch.ids[i] for i in self._aux_models.trained_rows(batch)}, rows)
         if await self._set_aside(taken, rows):
             return None
-        batch = await self._filled(batch, rows)
+        batch = await self._fill_columns(batch, rows)
         return batch, await self._aux_models.learn(batch)()
 
     async def _policy_step(self, taken: BatchPlan[BatchRow], state: CheckpointState) -> Stepped | None:
@@ -148,8 +148,8 @@ class BatchTrainer:
         if self._backend.rank == 0 and lacks_comparable(batch):
             fresh = await self._buffer.fresh(state.version, FRESH)
         fresh = [row for row in self._replayable(fresh) if not self._why_unusable(row)]  # found when its batch is taken
-        whole = await self._filled(batch, rows, fresh)
-        batch, aux_batch = whole, whole if aux_batch is batch else await self._filled(aux_batch, rows, fresh)
+        whole = await self._fill_columns(batch, rows, fresh)
+        batch, aux_batch = whole, whole if aux_batch is batch else await self._fill_columns(aux_batch, rows, fresh)
         aux_result = self._aux_models.learn(aux_batch)
         seen = StepAnnotations(choose(batch, self._annotations_bytes))
         result = self._stepper.step(batch, plan, fresh, state, seen.of)
@@ -182,7 +182,7 @@ class BatchTrainer:
         await self._fetch(taken, {flat.ids[i] for i in wanted}, rows)
         if await self._set_aside(taken, rows):
             return None
-        scored = await self._aux_models.score(await self._filled(flat, rows) if wanted else flat)
+        scored = await self._aux_models.score(await self._fill_columns(flat, rows) if wanted else flat)
         return assign_advantages(scored, self._advantage, self._returns)
 
     async def _fetch(self, taken: BatchPlan[BatchRow], names: Collection[str], rows: dict[str, Trajectory]) -> None:
@@ -191,7 +191,7 @@ class BatchTrainer:
         if missing:
             rows |= {row.id: row for row in self._replayable(await self._buffer.fetch_rows(taken.version, missing))}
 
-    async def _filled(
+    async def _fill_columns(
         self, batch: TrainBatch, rows: Mapping[str, Trajectory], others: Sequence[Trajectory] = ()
     ) -> TrainBatch:
         """`batch` with what `rows` have, and with the files of all images in these and in `others`."""

@@ -1,4 +1,4 @@
-"""Memory that this process freed goes back to the host while a model passes through it, tensor by tensor.
+"""Memory that a learner's rank freed goes back to the host while a model passes through it, tensor by tensor.
 
 glibc keeps freed pieces of up to 32 MiB for the process. Of a model that is read or pushed they are of many sizes, and no later one
 fits: what is kept adds up to a third of the model. Other C libraries keep less and have no such call.

@@ -1,4 +1,5 @@
-"""Whether there is a model of a name: without importing torch or transformers, and without reading the model."""
+"""Whether a run's model exists under its name, in a folder or on a hub: without importing torch or transformers, and without
+reading the model."""
 
 from __future__ import annotations
 

@@ -146,15 +146,16 @@ class PolicyStepResult(msgspec.Struct, frozen=True):
     def by_staleness(self) -> dict[str, dict[str, float]]:
         """The fields `*_by_staleness` of `StepMetrics`, over the batch's trained tokens."""
         means = self.means
-        found = {f"{name}_by_staleness": dict[str, float]() for name in ("ess", "kl", "clip_fraction", "weight")}
-        weight = sum(mean for name, mean in means.items() if name.startswith("importance/"))
+        fields = {f"{name}_by_staleness": dict[str, float]() for name in ("ess", "kl", "clip_fraction", "weight")}
+        importance = sum(mean for name, mean in means.items() if name.startswith("importance/"))
         for staleness in sorted(int(name.removeprefix("tokens/")) for name in means if name.startswith("tokens/")):
             if share := means[f"tokens/{staleness}"]:
-                at = {name: means[f"{name}/{staleness}"] / share for name in BY_STALENESS}
-                at |= {"ess": effective_sample_size(at), "weight": at["importance"] * share / weight}
-                for name, values in found.items():
-                    values[str(staleness)] = at[name.removesuffix("_by_staleness")]
-        return found
+                statistics = {name: means[f"{name}/{staleness}"] / share for name in BY_STALENESS}
+                statistics["ess"] = effective_sample_size(statistics)
+                statistics["weight"] = statistics["importance"] * share / importance  # share of all importance weights
+                for field, values in fields.items():
+                    values[str(staleness)] = statistics[field.removesuffix("_by_staleness")]
+        return fields
 
 
 def _of_policy(done: PolicyStepResult | None) -> dict[str, Any]:

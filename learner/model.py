@@ -29,7 +29,7 @@ from transformers.initialization import no_init_weights
 from ..common.images import FAMILIES as IMAGE_FAMILIES
 from ..common.kv_cache import kv_bytes_per_token
 from ..common.modelscope import is_on_modelscope, local_folder, repository_of
-from ..common.routed_experts import FAMILIES, RouterShape, routers_of
+from ..common.routed_experts import ROUTER_FAMILIES, RouterShape, routers_of
 from ..common.vision import attention_of
 from ..errors import ConfigError
 from .hub import first_line, require_model
@@ -70,10 +70,10 @@ def read_shape(path: str) -> ModelShape:
 def read_routers(path: str) -> RouterShape:
     """The routers of the mixture of experts in `path`. Raises ConfigError where there is none whose choices can be replayed."""
     config: Any = read_config(path)
-    if config.model_type not in FAMILIES:
+    if config.model_type not in ROUTER_FAMILIES:
         raise ConfigError(
             f"{REPLAY_KEY}: {path!r} is a model of family {config.model_type}; allowed are mixtures of experts of "
-            f"{', '.join(FAMILIES)}, and any model without it"
+            f"{', '.join(ROUTER_FAMILIES)}, and any model without it"
         )
     with torch.device("meta"):
         routers = routers_of(AutoModelForCausalLM.from_config(config))

@@ -247,17 +247,17 @@ def cost(length: int) -> float:
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Micro-batches of at most `budget` tokens by first-fit decreasing (Johnson 1973), as indices into `lengths`."""
-    rows: list[list[int]] = []
-    room: list[int] = []
+    microbatches: list[list[int]] = []
+    free: list[int] = []  # tokens of the budget that each of them has left
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = next((r for r, free in enumerate(room) if free >= lengths[index]), None)
-        if fits is None:
-            rows.append([index])
-            room.append(budget - lengths[index])
+        first_fit = next((m for m, tokens in enumerate(free) if tokens >= lengths[index]), None)
+        if first_fit is None:
+            microbatches.append([index])
+            free.append(budget - lengths[index])
         else:
-            rows[fits].append(index)
-            room[fits] -= lengths[index]
-    return rows
+            microbatches[first_fit].append(index)
+            free[first_fit] -= lengths[index]
+    return microbatches
 
 
 def share(

@@ -29,7 +29,7 @@ class LargestRatios:
 
     def of(self, loss: PolicyLoss) -> PolicyLoss:
         """`loss`, which is listened to."""
-        return listening(loss, self._hear)
+        return listening(loss, self._record_row)
 
     def finish(self, backend: Backend) -> tuple[float | None, float | None]:
         """Collective. The ratio p / b that one trained token in a thousand reaches, and the largest one. None: no rank saw one."""
@@ -42,7 +42,7 @@ class LargestRatios:
         return (None, None) if maximum == -math.inf else (_exp(p999), _exp(maximum))
 
     @torch.no_grad()
-    def _hear(self, tokens: TokenOutputs, row: MicroBatch) -> None:
+    def _record_row(self, tokens: TokenOutputs, row: MicroBatch) -> None:
         values = tokens.log_ratio if self._largest is None else torch.cat([self._largest, tokens.log_ratio])
         self._largest = values.topk(min(self._count, len(values))).values
 

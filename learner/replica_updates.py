@@ -1,5 +1,6 @@
-"""New weights to the replicas: each version is pushed by rank 0, and replicas that join or come back are updated meanwhile, by at
-most one catch-up at a time, in a task of its own. The other ranks take part in the collectives that gather the weights.
+"""Pushes of the learner's weights to the replicas: each version is pushed by rank 0, and replicas that join or come back are
+updated meanwhile, by at most one catch-up at a time, in a task of its own. The other ranks take part in the collectives that gather
+the weights.
 
     awake ──sleep──> asleep, in a run whose replicas do ──publish (the next version), wake or no_push (the same)──> awake
 """
@@ -62,7 +63,7 @@ class ReplicaUpdates:
         push = await self._publisher.publish(version, self._backend.named_weights(), self._canary, scored.tolist())
         await self._end_catch_up()
         self._schedule_retry(self._publisher, push)
-        return self._awake(push)
+        return self._with_asleep_s(push)
 
     @property
     def sleeps(self) -> bool:
@@ -93,7 +94,7 @@ class ReplicaUpdates:
         push = await self.wake()
         if self._publisher is None:
             return None
-        return self._awake(push or PushReport(version, self._publisher.serving, {}))
+        return self._with_asleep_s(push or PushReport(version, self._publisher.serving, {}))
 
     def score_canary(self) -> torch.Tensor:
         """Collective. The policy's log-probs of the fixed prompt, but for its first token."""
@@ -153,7 +154,7 @@ class ReplicaUpdates:
             await asyncio.wait({self._catch_up})
             self._catch_up = None
 
-    def _awake(self, push: PushReport) -> PushReport:
+    def _with_asleep_s(self, push: PushReport) -> PushReport:
         """`push`, with the time for which replicas slept since the report before."""
         self._note_awake()
         slept_s, self._slept_s = self._slept_s, 0.0

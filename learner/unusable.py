@@ -1,4 +1,4 @@
-"""Batches that cannot be trained on: which error may be the data's, and which group is proven to be at fault.
+"""Batches that the learner cannot train on: which error may be the data's, and which group is proven to be at fault.
 
     a rank's rows ──> why_unusable ──> proven: the group is set aside, and the batch taken again, without a restart
     an error of a step ──> may_be_data ──> faulty_groups proves some: they are set aside; else the step is tried once more

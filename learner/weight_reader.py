@@ -1,4 +1,5 @@
-"""The weights of a folder or hub name, read slice by slice from its safetensors: a rank reads what it holds, and nothing else.
+"""The weights of a model in a folder or on a hub, read slice by slice from its safetensors: a rank reads what it holds, and nothing
+else.
 
 Invariants:
 - At most one slice is in memory at a time; of a parameter that transformers makes of several tensors, that parameter's. Files are

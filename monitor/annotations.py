@@ -1,4 +1,4 @@
-"""What the learner computed at each token, on disk: a file for each step and each rank that has rows of its own.
+"""Token annotations on disk, what the learner computed at each token: a file for each step and each rank that has rows of its own.
 
     RUN/annotations/ROLE.VERSION     format byte, uint32 length of the header, header; of each trajectory float16[4, T], uint8[T]
 

@@ -1,4 +1,4 @@
-"""Pictures of comparisons: matplotlib figures, saved as PNG. What a run did is drawn by the dashboard.
+"""Charts of comparisons: matplotlib figures, saved as PNG. What a run did is drawn by the dashboard.
 
 Invariants:
 - No global state: figures are made without pyplot, styles apply only inside `_styled`.

@@ -1,4 +1,4 @@
-"""What was added to a file of lines since it was last looked at.
+"""A follower of a file of lines, which reads what was added since its last read.
 
 Invariants:
 - Only complete lines are returned, each once. A line that its writer is still writing comes with a later call.

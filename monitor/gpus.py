@@ -1,4 +1,5 @@
-"""What the GPUs of a process do, by NVML, the library beside NVIDIA's driver, through the package nvidia-ml-py where there is one.
+"""Gauges of the GPUs of a process, by NVML, the library beside NVIDIA's driver, through the package nvidia-ml-py where there is
+one.
 
 Invariants:
 - Nothing here begins CUDA: a process that only looks takes no memory of a GPU.

@@ -185,12 +185,13 @@ class RowTotals:
             for outcome, number in (row.get("outcomes") or {}).items():
                 self._outcomes[outcome] = self._outcomes.get(outcome, 0) + number
 
-    def export(self, to: Exposition) -> None:
-        to.step(self.newest)
+    def export(self, exposition: Exposition) -> None:
+        """Set the samples of the newest step and of the totals in `exposition`."""
+        exposition.step(self.newest)
         for outcome, number in sorted(self._outcomes.items()):
-            to.set("episodes_total", number, outcome)
-        to.set("groups_total", self._groups)
-        to.set("groups_alike_total", self._alike)
+            exposition.set("episodes_total", number, outcome)
+        exposition.set("groups_total", self._groups)
+        exposition.set("groups_alike_total", self._alike)
 
 
 class CommittedTokens:
@@ -201,17 +202,17 @@ class CommittedTokens:
             tuple[str, str], tuple[float, float]
         ] = {}  # account and reason -> as last seen, and the counter
 
-    def export(self, buffer: Gauges, to: Exposition) -> None:
-        """`buffer` is a line of the buffer's series."""
-        to.set("generated_tokens_total", self._count("generated", "", buffer.get("generated")))
-        to.set("trained_tokens_total", self._count("trained", "", buffer.get("trained_tokens")))
+    def export(self, buffer: Gauges, exposition: Exposition) -> None:
+        """Set their samples in `exposition`; `buffer` is a line of the buffer's series."""
+        exposition.set("generated_tokens_total", self._count("generated", "", buffer.get("generated")))
+        exposition.set("trained_tokens_total", self._count("trained", "", buffer.get("trained_tokens")))
         for account in ("in_flight", "ready", "trained"):
-            to.set("ledger_tokens", buffer.get(f"{account}_tokens"), account, "")
+            exposition.set("ledger_tokens", buffer.get(f"{account}_tokens"), account, "")
         for account in ("withheld", "discarded"):
             for reason, tokens in sorted((buffer.get(f"{account}_tokens") or {}).items()):
-                to.set("ledger_tokens", tokens, account, reason, most=PARTS)
+                exposition.set("ledger_tokens", tokens, account, reason, most=PARTS)
                 counted = self._count(account, reason, tokens)
-                to.set(f"{account}_tokens_total", counted, reason, most=PARTS)
+                exposition.set(f"{account}_tokens_total", counted, reason, most=PARTS)
 
     def _count(self, account: str, reason: str, tokens: float | None) -> float | None:
         if tokens is None:
@@ -222,36 +223,36 @@ class CommittedTokens:
         return counted
 
 
-def export_evaluations(evaluations: Iterable[EvaluationResult], to: Exposition) -> None:
-    """The newest of each suite, by step."""
-    newest = {one.suite: one for one in sorted(evaluations, key=lambda one: one.step)}
-    for suite, one in newest.items():
-        to.set("evaluation_reward_mean", one.reward_mean, suite)
-        to.set("evaluation_reward_stderr", one.reward_stderr, suite)
-        to.set("evaluation_step", one.step, suite)
-        to.set("evaluation_tasks", one.tasks, suite)
+def export_evaluations(evaluations: Iterable[EvaluationResult], exposition: Exposition) -> None:
+    """Set the samples of the newest evaluation of each suite, by step."""
+    newest = {result.suite: result for result in sorted(evaluations, key=lambda result: result.step)}
+    for suite, result in newest.items():
+        exposition.set("evaluation_reward_mean", result.reward_mean, suite)
+        exposition.set("evaluation_reward_stderr", result.reward_stderr, suite)
+        exposition.set("evaluation_step", result.step, suite)
+        exposition.set("evaluation_tasks", result.tasks, suite)
 
 
-def export_processes(series: Mapping[str, Gauges], to: Exposition) -> None:
-    """The newest line of each process, by role."""
+def export_processes(series: Mapping[str, Gauges], exposition: Exposition) -> None:
+    """Set the samples of the newest line of each process, by role."""
     for role, line in sorted(
         series.items(), key=lambda pair: pair[1]["t"]
     ):  # of two that know a replica the newer one counts
-        _export_usage(role, line, to)
-        to.set("process_dropped_lines_total", line.get("dropped"), role)
+        _export_usage(role, line, exposition)
+        exposition.set("process_dropped_lines_total", line.get("dropped"), role)
         match role.partition("-")[0]:
             case "worker":
-                _export_worker(role, line, to)
+                _export_worker(role, line, exposition)
             case "learner" if "phase" in line:
-                to.set("learner_phase", 1, role, str(line["phase"]))
+                exposition.set("learner_phase", 1, role, str(line["phase"]))
             case "supervisor":
                 for server, usage in (line.get("servers") or {}).items():
-                    _export_usage(server, usage, to)
+                    _export_usage(server, usage, exposition)
     buffer = buffer_gauges(series)
     for state in GROUP_STATES:
-        to.set("buffer_groups", buffer.get(state), state)
-    to.set("learner_version", buffer.get("version"))
-    to.set("served_version", buffer.get("served"))
+        exposition.set("buffer_groups", buffer.get(state), state)
+    exposition.set("learner_version", buffer.get("version"))
+    exposition.set("served_version", buffer.get("served"))
 
 
 def buffer_gauges(series: Mapping[str, Gauges]) -> Gauges:
@@ -275,27 +276,27 @@ def buffer_gauges(series: Mapping[str, Gauges]) -> Gauges:
     return total
 
 
-def _export_usage(role: str, usage: Gauges, to: Exposition) -> None:
-    to.set("process_cpu_seconds_total", usage.get("cpu_s"), role)
-    to.set("process_resident_memory_bytes", usage.get("rss"), role)
-    for gpu, one in (usage.get("gpus") or {}).items():
-        to.set("gpu_utilization_ratio", one.get("utilization"), role, gpu)
-        to.set("gpu_memory_used_bytes", one.get("memory"), role, gpu)
-        to.set("gpu_memory_total_bytes", one.get("memory_total"), role, gpu)
-        to.set("gpu_power_watts", one.get("power_w"), role, gpu)
-        to.set("gpu_temperature_celsius", one.get("temperature_c"), role, gpu)
+def _export_usage(role: str, usage: Gauges, exposition: Exposition) -> None:
+    exposition.set("process_cpu_seconds_total", usage.get("cpu_s"), role)
+    exposition.set("process_resident_memory_bytes", usage.get("rss"), role)
+    for gpu, gauges in (usage.get("gpus") or {}).items():
+        exposition.set("gpu_utilization_ratio", gauges.get("utilization"), role, gpu)
+        exposition.set("gpu_memory_used_bytes", gauges.get("memory"), role, gpu)
+        exposition.set("gpu_memory_total_bytes", gauges.get("memory_total"), role, gpu)
+        exposition.set("gpu_power_watts", gauges.get("power_w"), role, gpu)
+        exposition.set("gpu_temperature_celsius", gauges.get("temperature_c"), role, gpu)
 
 
-def _export_worker(role: str, line: Gauges, to: Exposition) -> None:
-    to.set("worker_slots", line.get("slots"), role)
-    to.set("worker_episodes", line.get("playing"), role)
-    to.set("worker_queued_requests", line.get("queued"), role)
-    to.set("worker_received_tokens_total", line.get("tokens"), role)
-    to.set("worker_delivered_episodes_total", line.get("delivered"), role)
+def _export_worker(role: str, line: Gauges, exposition: Exposition) -> None:
+    exposition.set("worker_slots", line.get("slots"), role)
+    exposition.set("worker_episodes", line.get("playing"), role)
+    exposition.set("worker_queued_requests", line.get("queued"), role)
+    exposition.set("worker_received_tokens_total", line.get("tokens"), role)
+    exposition.set("worker_delivered_episodes_total", line.get("delivered"), role)
     for replica, load in (line.get("replicas") or {}).items():
-        to.set("engine_running_requests", load.get("running"), replica)
-        to.set("engine_waiting_requests", load.get("waiting"), replica)
-        to.set("engine_kv_cache_ratio", load.get("kv"), replica)
-        to.set("engine_sampled_tokens_total", load.get("tokens"), replica)
-        to.set("engine_drafted_tokens_total", load.get("drafted"), replica)
-        to.set("engine_accepted_tokens_total", load.get("accepted"), replica)
+        exposition.set("engine_running_requests", load.get("running"), replica)
+        exposition.set("engine_waiting_requests", load.get("waiting"), replica)
+        exposition.set("engine_kv_cache_ratio", load.get("kv"), replica)
+        exposition.set("engine_sampled_tokens_total", load.get("tokens"), replica)
+        exposition.set("engine_drafted_tokens_total", load.get("drafted"), replica)
+        exposition.set("engine_accepted_tokens_total", load.get("accepted"), replica)

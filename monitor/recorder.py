@@ -55,15 +55,15 @@ class Recorder:
         row = msgspec.to_builtins(metrics)
         self._writer.append(row)
         for tracker in self._trackers:
-            tracker.log(self._at(row["version"]) or row["step"], scalars(row))
+            tracker.log(self._tracker_step(row["version"]) or row["step"], scalars(row))
 
     def sampled(self, version: int, tokens: Sequence[SampledTokens], decode: Decode) -> None:
         """Some of the trajectories that made `version`, for the trackers; `decode` is called in a thread of theirs."""
         samples = Samples(tokens, decode)
         for tracker in self._trackers:
-            tracker.sampled(self._at(version), samples)
+            tracker.sampled(self._tracker_step(version), samples)
 
-    def _at(self, version: int) -> int:
+    def _tracker_step(self, version: int) -> int:
         """Where trackers have the step that made `version`: after those of a critic's warm-up, which make none and are at their
         numbers. Steps of the policy that a learner repeats after a crash make other versions, and so have other places; those of
         a warm-up have theirs again."""
@@ -91,4 +91,4 @@ class Recorder:
             values |= {f"pass_at_{k}": chance.mean, f"pass_at_{k}_stderr": chance.stderr}
         prefix = f"evaluation/{one.suite}/" if one.suite else "evaluation/"
         for tracker in self._trackers:
-            tracker.evaluated(self._at(one.version), {prefix + name: value for name, value in values.items()})
+            tracker.evaluated(self._tracker_step(one.version), {prefix + name: value for name, value in values.items()})

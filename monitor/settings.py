@@ -1,4 +1,4 @@
-"""`settings.jsonl`: what was changed in a run while it went on, a line each, and where charts mark it.
+"""`settings.jsonl`: the changes of a run's settings while it went on, a line each, and where charts mark them.
 
 Invariants:
 - A line is on the disk before the change is acknowledged. A last line without a newline was torn by a crash and never acknowledged;
@@ -43,7 +43,7 @@ class LiveSetting(msgspec.Struct, frozen=True):
     key: str
     value: Value
     applied_by: str
-    acts: str
+    takes_effect: str
 
 
 class SettingMark(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What a person sees while a run is active.
+"""The terminal view of an active run.
 
 Invariants:
 - On a terminal: one view that is redrawn in place, log records above it. Elsewhere: one short line per step and per event.

@@ -1,4 +1,5 @@
-"""What a process did and when, and its gauges once a second: two files of lines for the simulator, the dashboard and traces.
+"""The timeline of a process, its spans and once a second its gauges: two files of lines for the simulator, the dashboard and
+traces.
 
     RUN/spans/ROLE.PID.jsonl      {"t0": 1.8e9, "t1": 1.8e9, "what": "turn", "ids": {"episode": "3.0.1", ...}}
     RUN/series/ROLE.PID.jsonl     {"t": 1.8e9, "cpu_s": 12.5, "rss": 3.1e8, ...}

@@ -11,6 +11,9 @@ Invariants:
 - While the learner of the same host computes, the replica is slowed by a factor: steps and arrivals take longer, prefills do not.
 - A replica that is paused decodes nothing; what arrives meanwhile queues. One that drains decodes what it has, and then pauses.
 
+All seconds are those of the virtual clock. The decoding of a replica is a `kernel.SharedProcessor`: its jobs are the requests that
+decode, its progress counts tokens, `settle` brings the progress up to now, `stall` adds seconds in which no job progresses.
+
 Not modelled: the limit of the KV cache, and that a prefill is spread over several steps.
 """
 
@@ -55,13 +58,15 @@ class DecodeCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedRequest:
-    """A completion that is under way: `sampled` tokens after a `context`, of which `shared` tokens are cached on every replica."""
+    """A completion that is under way: `sampled_tokens` tokens after a `context`, `shared` of them in all caches."""
 
-    __slots__ = ("began", "cached", "complete", "context", "counts", "number", "replica", "sampled")
+    __slots__ = ("began", "cached", "complete", "context", "counts", "number", "replica", "sampled_tokens")
 
-    def __init__(self, context: int, shared: int, sampled: int, complete: Callable[[SimulatedRequest], None]) -> None:
+    def __init__(
+        self, context: int, shared: int, sampled_tokens: int, complete: Callable[[SimulatedRequest], None]
+    ) -> None:
         self.context = context
-        self.sampled = sampled
+        self.sampled_tokens = sampled_tokens
         self.complete = complete
         self.cached = shared  # tokens that need no prefill on its replica; its router knows of more
         self.number = 0  # given by its router
@@ -141,7 +146,7 @@ class SimulatedReplica:
             self._queue.remove(request)
             return
         self._processor.settle()
-        sampled = min(request.sampled, int(self._processor.progress - request.began))
+        sampled = min(request.sampled_tokens, int(self._processor.progress - request.began))
         self._processor.remove(request)
         request.counts = self._by_version(request, sampled)
         self._note_drained()
@@ -192,10 +197,10 @@ class SimulatedReplica:
             processor.stall(self._prefill_s * (request.context - cached + cached % self._block))
         processor.settle()
         request.began = processor.progress
-        processor.add(request, request.sampled)
+        processor.add(request, request.sampled_tokens)
 
     def _finish(self, request: SimulatedRequest) -> None:
-        request.counts = self._by_version(request, request.sampled)
+        request.counts = self._by_version(request, request.sampled_tokens)
         self._note_drained()
         self._fill()
         request.complete(request)

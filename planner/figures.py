@@ -1,4 +1,4 @@
-"""The figures by which runs are compared, measured or simulated, and the steps that they are means of."""
+"""The figures by which runs are compared, measured or simulated, and the steps over which they are means."""
 
 from __future__ import annotations
 

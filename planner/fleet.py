@@ -78,8 +78,8 @@ class ExactRouter:
         episode = self._episodes.pop(request.number)
         replica = request.replica
         assert replica is not None  # it was assigned, or `cancel` was called
-        self._cached[episode] = replica, replica.version, request.context + request.sampled
-        sampled = (0,) * (request.sampled // self._tokens_per_id)
+        self._cached[episode] = replica, replica.version, request.context + request.sampled_tokens
+        sampled = (0,) * (request.sampled_tokens // self._tokens_per_id)
         self._table.complete(request.number, sampled, replica.version, aborted=False)
         self._assign()
 
@@ -133,7 +133,7 @@ class TwoChoicesRouter:
     def completed(self, request: SimulatedRequest) -> None:
         replica = request.replica
         assert replica is not None
-        self._cached[self._episodes.pop(request)] = replica, replica.version, request.context + request.sampled
+        self._cached[self._episodes.pop(request)] = replica, replica.version, request.context + request.sampled_tokens
 
     def cancel(self, request: SimulatedRequest) -> None:
         del self._episodes[request]

@@ -1,4 +1,4 @@
-"""Discrete events on a virtual clock, and processors that share their speed among jobs. Pure.
+"""The simulation kernel: discrete events on a virtual clock, and processors that share their speed among jobs. Pure.
 
 Invariants:
 - Events happen in the order of their times, those of one time in the order in which they were scheduled: a simulation is a function
@@ -137,9 +137,9 @@ class SharedProcessor(Generic[J]):
         if self._clock.now + wait < self._event_at:
             self._event_at = self._clock.now + wait
             self._event += 1
-            self._clock.after(wait, self._happen, self._event)
+            self._clock.after(wait, self._on_event, self._event)
 
-    def _happen(self, event: int) -> None:
+    def _on_event(self, event: int) -> None:
         if event != self._event:
             return
         self._event_at = math.inf

@@ -1,4 +1,4 @@
-"""What is simulated: a profile under one set of settings. Pure."""
+"""The plan of a simulation: a profile under one set of settings. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files of a run say of it, each read once for all who ask.
+"""The records of a run that the planner reads: each file is read once for all parts of the planner.
 
 Invariants:
 - Rows are as they were when they were read first: of a run that goes on, all numbers are of one moment's steps.

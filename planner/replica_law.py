@@ -1,4 +1,4 @@
-"""How fast replicas decode and prefill, from the times of the completions that they had.
+"""The law of a simulated replica: how fast replicas decode and prefill, from the times of a run's completions.
 
 A completion of k + 1 tokens that had T seconds without pauses, from the first token to the last, k_j of its steps with about j
 sequences running at its side, while P tokens of others were prefilled, says

@@ -240,9 +240,9 @@ class SimulatedRun:
         self.replay.table.drain()
         self._stepped_at = self._clock.now
         slowness = self.plan.push_slowness(self._fleet.in_flight / self.plan.replicas)
-        self._fleet.push(self.replay.version, self._served, slowness)
+        self._fleet.push(self.replay.version, self._on_served, slowness)
 
-    def _served(self) -> None:
+    def _on_served(self) -> None:
         """The last replica serves the version: the step is over, and more groups may start."""
         replay = self.replay
         replay.mark_served(replay.version)

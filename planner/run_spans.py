@@ -1,4 +1,4 @@
-"""What the processes of a run recorded of its completions and its learner, as numbers. A run may have lost its spans, or a part.
+"""The spans of a run's completions and learner, as numbers for the planner. A run may have lost its spans, or a part.
 
 Invariants:
 - Times are seconds since the epoch, on the clocks of those who recorded them: the workers' and the learner's.

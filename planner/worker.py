@@ -154,7 +154,7 @@ class SimulatedWorker:
         """Answer the request with what was granted."""
         self.requested = 0
         for episode in list(self._granted.values()):
-            self._after(episode.shape.lease_s, episode.shape.lease_work_s, episode)
+            self._compute_after(episode.shape.lease_s, episode.shape.lease_work_s, episode)
 
     def _take_reply(self) -> None:
         """The loop has the reply, whose episodes count from now on, and requests more where there is room."""
@@ -185,7 +185,7 @@ class SimulatedWorker:
             episode.started = True
             if episode.id in self._granted:
                 self._take_reply()
-            self._after(episode.shape.start_s, episode.shape.start_work_s, episode)
+            self._compute_after(episode.shape.start_s, episode.shape.start_work_s, episode)
             return
         if episode.turn == len(episode.shape.turns):
             episode.ended = self._clock.now
@@ -208,9 +208,9 @@ class SimulatedWorker:
         self._count(episode, request)
         turn = episode.shape.turns[episode.turn]
         episode.turn += 1
-        self._after(turn.environment_s, turn.work_s, episode)
+        self._compute_after(turn.environment_s, turn.work_s, episode)
 
-    def _after(self, seconds: float, work_s: float, episode: PlayedEpisode) -> None:
+    def _compute_after(self, seconds: float, work_s: float, episode: PlayedEpisode) -> None:
         """Its next turn, or its end, `seconds` from now and after `work_s` of computing."""
         if seconds:
             self._clock.after(seconds, self._compute, episode, work_s)

@@ -1,4 +1,4 @@
-"""How much of the time between completions a worker computes, from its spans and its CPU time.
+"""The law of a simulated worker: how much of the time between completions it computes, from a run's spans and its CPU time.
 
 A worker is one event loop. Between the completions of an episode, from its lease to the first and after the last one, the episode
 waits for its environment, or for the loop, which computes for one episode at a time. While n episodes are between completions each

@@ -1,4 +1,5 @@
-"""What the episodes of an environment are: their turns, lengths, times in tools, and rewards; as a run showed them, or as a law.
+"""The workload of a simulation: episodes with their turns, lengths, times in tools, and rewards; as a run recorded them, or by a
+law.
 
 Invariants:
 - Numbers only: no text, no token id and no name of a task is in a workload.

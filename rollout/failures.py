@@ -1,4 +1,4 @@
-"""What the episodes of one process failed by: each distinct failure is logged once with a traceback; too many end the process.
+"""Failures of the episodes of one worker: each distinct failure is logged once with a traceback; too many end its process.
 
 Invariants:
 - Failures are distinct by reason, and by type and the user's line that raised; messages may differ from episode to episode.

@@ -10,7 +10,7 @@ Mitzenmacher, IEEE TPDS 12(10), 2001), so that a request costs the same in every
 
 Invariants:
 - A request goes only to a replica that is `serving`, is healthy, and has proven at least the request's oldest version.
-- At most `limit` of this worker's requests are in flight on a replica.
+- At most `max_in_flight` of this worker's requests are in flight on a replica.
 - First come, first served: a free slot of a replica goes to the oldest request that may use it.
 - A replica that aborted requests to take weights gets new ones only where no other has a free slot; they queue in its server.
 - A cached prefix counts only at the version it was filled under: engines salt prefixes by version, and drop them at a swap.
@@ -64,9 +64,13 @@ class ReplicaState:
 
     def __init__(self, info: ReplicaInfo) -> None:
         self.info = info
-        self.tokens: dict[int, int] = {}  # by request in flight, its prompt tokens and expected completion tokens
+        self.tokens_in_flight: dict[
+            int, int
+        ] = {}  # by request in flight, its prompt tokens and expected completion tokens
         self.load = 0  # their sum
-        self.seen = -1  # newest version that its completions reported; after a push it is ahead of the fleet's state
+        self.reported_version = (
+            -1
+        )  # newest version that its completions reported; after a push it is ahead of the fleet's state
         self.failed = False  # it failed a request and has passed no probe since
         self.position = -1  # in `RoutingTable`'s list of replicas with a free slot; -1 where it is not there
         # It aborted requests to take weights, and has shown neither another version nor a whole completion since.
@@ -75,7 +79,7 @@ class ReplicaState:
     @property
     def version(self) -> int:
         """The newest version known to be served; -1 when none is known."""
-        return max(self.seen, -1 if self.info.version is None else self.info.version)
+        return max(self.reported_version, -1 if self.info.version is None else self.info.version)
 
     @property
     def serving(self) -> bool:
@@ -91,11 +95,11 @@ class Pin(msgspec.Struct, frozen=True):
 
 
 class RoutingTable:
-    """The state. `limit` bounds this worker's requests in flight on one replica; other workers' are not counted."""
+    """The state. `max_in_flight` bounds this worker's requests on one replica; other workers' are not counted."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, max_in_flight: int) -> None:
         self.replicas: dict[str, ReplicaState] = {}
-        self._limit = limit
+        self._max_in_flight = max_in_flight
         self._open: list[ReplicaState] = []  # those with a free slot, in any order
         self._random = random.Random(0)
         self._waiting: list[RouteRequest] = []
@@ -115,7 +119,7 @@ class RoutingTable:
             if replica is None or replica.info.incarnation != info.incarnation or replica.info.url != info.url:
                 replica = ReplicaState(info)
             elif info.state == "starting":
-                replica.seen, replica.failed, replica.paused = -1, False, False
+                replica.reported_version, replica.failed, replica.paused = -1, False, False
             elif info.version != replica.info.version:
                 replica.paused = False
             replica.info = info
@@ -148,7 +152,7 @@ class RoutingTable:
                 waiting.append(request)
                 continue
             weight = len(request.token_ids) + min(request.max_tokens, round(self._expected_length))
-            replica.tokens[request.number] = weight
+            replica.tokens_in_flight[request.number] = weight
             replica.load += weight
             self._refresh(replica)
             self._in_flight[request.number] = (request, replica, replica.version)
@@ -158,13 +162,13 @@ class RoutingTable:
 
     def complete(self, number: int, token_ids: Iterable[int], version: int | None, *, aborted: bool) -> None:
         """A completion of `token_ids` arrived, its last token sampled by `version`; `aborted` when the replica ended it early."""
-        request, replica, assigned_version = self._in_flight[number]
+        request, replica, version_at_assignment = self._in_flight[number]
         self.remove(number)
         sampled = tuple(token_ids)
-        self._pins[request.episode_id] = Pin(replica, assigned_version, request.token_ids + sampled)
+        self._pins[request.episode_id] = Pin(replica, version_at_assignment, request.token_ids + sampled)
         if version is not None:
-            replica.seen = max(replica.seen, version)
-        replica.paused = aborted and replica.version == assigned_version
+            replica.reported_version = max(replica.reported_version, version)
+        replica.paused = aborted and replica.version == version_at_assignment
         if not aborted:
             self._expected_length += LENGTH_DECAY * (len(sampled) - self._expected_length)
 
@@ -172,7 +176,7 @@ class RoutingTable:
         """Drop request `number`, waiting or in flight."""
         if number in self._in_flight:
             _, replica, _ = self._in_flight.pop(number)
-            replica.load -= replica.tokens.pop(number)
+            replica.load -= replica.tokens_in_flight.pop(number)
             if self.replicas.get(replica.info.name) is replica:
                 self._refresh(replica)
             return
@@ -230,11 +234,11 @@ class RoutingTable:
         return replica.serving and (replica.info.version or 0) >= request.oldest_version
 
     def _should_serve(self, replica: ReplicaState, request: RouteRequest) -> bool:
-        """Whether it may, and none is to be preferred for what is known of it."""
+        """Whether `replica` may serve `request` and nothing speaks against it: it has not aborted requests, nor is it avoided."""
         return self._may_serve(replica, request) and not replica.paused and replica.info.name not in request.avoided
 
     def _has_slot(self, replica: ReplicaState) -> bool:
-        return replica.serving and len(replica.tokens) < self._limit
+        return replica.serving and len(replica.tokens_in_flight) < self._max_in_flight
 
     def _refresh(self, replica: ReplicaState) -> None:
         """Have `replica`, one of the fleet, in the list of those with a free slot where it has one."""

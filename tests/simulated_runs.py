@@ -231,6 +231,6 @@ class RecordedRun(SimulatedRun):
                 self._record("learner-0", served, ends, "canary", version=version, replica=name)
         self._record("learner-0", now, now + plan.push_s, "publish", version=version)
 
-    def _served(self) -> None:
+    def _on_served(self) -> None:
         self._save()
-        super()._served()
+        super()._on_served()

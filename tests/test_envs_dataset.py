@@ -282,12 +282,12 @@ def test_long_prompts_are_left_out_and_only_they_are_measured(folder: Path) -> N
         measured.append(len(observation.messages[0].content))
         return measured[-1] < 500
 
-    assert source.leave_out_long(fits, 500) == 2
+    assert source.leave_out_long_prompts(fits, 500) == 2
     assert sorted(measured) == [600, 800]
     assert len(source) == 3
     assert {len(source.task(i).payload["row"]["question"]) for i in range(6)} == {5, 10, 300}
     with pytest.raises(ConfigError, match=r"agent.max_tokens: 4 leaves no room for an answer: every prompt of rows"):
-        source.leave_out_long(lambda observation: False, 4)
+        source.leave_out_long_prompts(lambda observation: False, 4)
 
 
 def test_a_mixture_of_data_and_another_kind(folder: Path) -> None:
@@ -328,7 +328,9 @@ def test_a_million_rows_give_their_first_task_within_two_seconds(folder: Path) -
     started = time.process_time()
     source.check()
     assert time.process_time() - started < 20.0
-    assert source.leave_out_long(lambda observation: False, 1000) == 0  # no row has so much text: none is rendered
+    assert (
+        source.leave_out_long_prompts(lambda observation: False, 1000) == 0
+    )  # no row has so much text: none is rendered
 
 
 def test_parquet_rows_are_those_of_json_lines(folder: Path) -> None:
@@ -338,7 +340,7 @@ def test_parquet_rows_are_those_of_json_lines(folder: Path) -> None:
     assert [lines.task(i) for i in range(38)] == [table.task(i) for i in range(38)]
     longest = len("What is 10 + 10?")
     long = sum(len(table.task(i).payload["row"]["question"]) == longest for i in range(38))
-    assert table.leave_out_long(lambda observation: False, TEMPLATE_TOKENS + longest) == long
+    assert table.leave_out_long_prompts(lambda observation: False, TEMPLATE_TOKENS + longest) == long
     (folder / "bad.parquet").write_text("no parquet")
     with pytest.raises(ConfigError, match=r"env.path: bad.parquet cannot be read as Parquet"):
         task_source(dataset("bad.parquet"), "train", 0)

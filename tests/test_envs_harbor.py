@@ -260,8 +260,8 @@ async def test_tests_that_do_not_work_here_are_a_failure(tmp_path: Path, complai
 async def test_a_sandbox_that_is_ended_from_outside_is_a_failure(tmp_path: Path) -> None:
     env = await opened(harbor(write(tmp_path / "answer", ANSWER)))
     assert env._shell is not None
-    assert env._shell.box is not None
-    os.kill(env._shell.box.pid, signal.SIGKILL)
+    assert env._shell.sandbox is not None
+    os.kill(env._shell.sandbox.pid, signal.SIGKILL)
     with contextlib.suppress(ToolError):  # it may still answer while it is ending
         await env.step(shell("true"))
         await asyncio.sleep(1)

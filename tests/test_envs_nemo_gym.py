@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from slipstream.configs.environments import NemoGym
 from slipstream.envs import Message, StepResult, ToolCall, task_source
-from slipstream.envs.adapters.nemo_gym import NemoGymEnv, read_opening
+from slipstream.envs.adapters.nemo_gym import NemoGymEnv, read_prompt
 from slipstream.envs.check import CHECKS, run_check, subject_of
 from slipstream.errors import ConfigError, EnvError
 from slipstream.tests.servers import SOON, needs, python_of, served
@@ -160,10 +160,10 @@ def test_a_row_that_cannot_be_played_is_named(tmp_path: Path, written: dict[str,
 
 def test_an_opening_may_be_text_parts_and_instructions() -> None:
     parts = [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}]
-    messages, tools = read_opening({"responses_create_params": {"input": parts, "instructions": "Be short."}})
+    messages, tools = read_prompt({"responses_create_params": {"input": parts, "instructions": "Be short."}})
     assert messages == (Message("system", "Be short."), Message("user", "ab"))
     assert tools == ()
-    assert read_opening({"responses_create_params": {"input": "hi"}})[0] == (Message("user", "hi"),)
+    assert read_prompt({"responses_create_params": {"input": "hi"}})[0] == (Message("user", "hi"),)
 
 
 def test_a_wrong_url_is_refused(tmp_path: Path) -> None:

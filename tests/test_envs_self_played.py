@@ -348,9 +348,9 @@ async def test_a_failed_start_of_the_librarys_servers_is_tried_again() -> None:
     env = object.__new__(VerifiersEnv)  # the library is in another interpreter
     env._library, env._serving = Serving(), weakref.WeakKeyDictionary()
     with pytest.raises(OSError, match="no port is free"):
-        await env._served()
-    await env._served()
-    await env._served()
+        await env._start_servers()
+    await env._start_servers()
+    await env._start_servers()
     assert env._library.starts == 2
 
 

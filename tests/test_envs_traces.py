@@ -64,7 +64,7 @@ def test_traces_may_be_in_the_rows_themselves_and_those_of_rows_that_are_held_ou
     assert len(tasks) == 16
     assert answers(found) == {name: [reference] for name, reference in tasks.items()}
     # Tasks that are too long are no tasks of the run, and neither are their traces.
-    found.leave_out_long(lambda opening: "3" not in opening.messages[0].content, 0)
+    found.leave_out_long_prompts(lambda opening: "3" not in opening.messages[0].content, 0)
     left = {name: [reference] for name, reference in tasks.items() if "3" not in name}
     assert len(left) < 16
     assert answers(found) == left

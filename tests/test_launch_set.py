@@ -257,7 +257,7 @@ async def test_all_workers_have_room_for_a_group_also_those_that_are_added(tmp_p
     context = RunContext(config, Addresses("", "", "", ""), str(tmp_path), "gloo", str(tmp_path), pushed=True)
     manager = SettingsManager(context, settings, processes, view, last_step=lambda: None)
     workers = WorkerManager(
-        processes, launcher, view, lambda *_: {}, manager.set_workers, require_room=manager.require_room
+        processes, launcher, view, lambda *_: {}, manager.set_workers, require_slots=manager.require_slots
     )
     workers.prepare({"worker-0": Placement("127.0.0.1", 1)})
     processes.roles["worker-0"].ending.set()  # it is not started

@@ -135,8 +135,8 @@ def check_any_sequence(data: st.DataObject) -> None:
             assert not any(g.number > number and takes(g.replica, asked[number]) for g in granted)
     for name, place in routing.replicas.items():
         here = [n for n, flight in flying.items() if flight == (name, replica_infos[name].incarnation)]
-        assert sorted(place.tokens) == sorted(here)
-        assert place.load == sum(place.tokens.values())
+        assert sorted(place.tokens_in_flight) == sorted(here)
+        assert place.load == sum(place.tokens_in_flight.values())
 
 
 # --- in a large fleet -------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_a_replica_that_was_fenced_is_what_it_proves_and_not_what_was_seen_of_it
     routing.update(serving(1))
     a = routing.replicas["a"]
     assert (a.serving, a.version, a.paused) == (True, 1, False)
-    assert list(a.tokens) == [1]  # it still runs there
+    assert list(a.tokens_in_flight) == [1]  # it still runs there
 
 
 def test_equal_replicas_are_not_all_begun_at_the_first() -> None:

@@ -1,1 +1,1 @@
-"""How the new policy travels back to the engines."""
+"""Weight pushes: how the learner's new weights travel to the inference servers."""

@@ -1,13 +1,14 @@
-"""Transport `broadcast`: one collective for a whole cohort, NCCL between GPUs, HCCL or XCCL between others, gloo elsewhere.
+"""Transport `broadcast` of weight pushes: a collective with a whole cohort, by NCCL, on other accelerators HCCL or XCCL, or gloo.
 
     join_group (only if the cohort's members changed or its group failed) ──> receive_weights on all ──> send ──> acks
 
 Invariants:
-- No replica is in two groups: making a group closes those that share a member with it.
+- A group is the process group of the learner's rank 0 and the replicas of one cohort, its members. No replica is in two: making a
+  group closes those that share a member with it.
 - A group that was part of any failure is closed, which ends the waits of its members, and is made anew next time.
-- Nothing is sent before every member has answered the announcement.
-- A group is independent of the process groups of the learner and of the engines: nothing global is touched.
-- Construction returns once the whole group has met; every collective has the plan's deadline and ends in WeightSyncError.
+- Rank 0 sends no weights before every member has answered its announcement of the group (`join_group`, a `GroupPlan`).
+- A group is independent of the learner's and the engines' own process groups: nothing global is touched.
+- Construction returns once the whole group has met; every collective has its `GroupPlan`'s deadline and ends in WeightSyncError.
 - A member that leaves closes its sockets, which fails the others at once; so does closing the rendezvous before all have met, also
   those that wait for another's connection: they have none yet whose end would show.
 - No traceback keeps a group open that was closed.
@@ -123,7 +124,9 @@ class BroadcastTransport:
         ]
         hint = "one of them is down, stuck, or cannot reach the learner's host; see their logs"
         try:
-            *_, group = await await_reply(seconds, _all([*joining, own]), f"{names(targets)} to join a group", hint)
+            *_, group = await await_reply(
+                seconds, _gather_or_cancel([*joining, own]), f"{names(targets)} to join a group", hint
+            )
         except BaseException:
             rendezvous.close()
             if own.done() and not own.cancelled() and own.exception() is None:
@@ -149,7 +152,7 @@ class BroadcastTransport:
                 for target, acks in zip(targets, expected, strict=True)
             ]
             waits_for = f"{names(targets)} to take the announcement of version {snapshot.version}"
-            await await_reply(seconds, _all(announcing), waits_for, "see their logs")
+            await await_reply(seconds, _gather_or_cancel(announcing), waits_for, "see their logs")
 
             sending = in_thread(lambda: self._broadcast(group, snapshot), f"send-{snapshot.version}")
             left = deadline - time.monotonic()
@@ -181,7 +184,7 @@ class BroadcastTransport:
             group.broadcast(data.to(group.device))
 
 
-async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+async def _gather_or_cancel(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     """All results. As soon as one fails, the others are cancelled and that failure is raised: it is the cause of theirs."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:

@@ -1,4 +1,4 @@
-"""Deltas: the values of one version that differ from another's, and nothing else.
+"""Deltas of weights: the values of one version that differ from another's, and nothing else.
 
 A delta is a safetensors file. For each tensor `NAME` of the plan that changed it holds either
 

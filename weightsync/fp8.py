@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit floats: the format of DeepSeek-V3's checkpoints, which vLLM, SGLang and transformers read.
+"""Pushed linear layers in 8-bit floats (fp8): the format of DeepSeek-V3's checkpoints, which vLLM, SGLang and transformers read.
 
     NAME.weight            float8_e4m3fn [out, in]
     NAME.weight_scale_inv  float32 [ceil(out / 128), ceil(in / 128)], what each block of 128 by 128 is multiplied by

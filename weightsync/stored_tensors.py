@@ -1,5 +1,5 @@
-"""Tensors in a file without a name, which the kernel removes with the process: a version of the policy takes no memory that another
-process could not have.
+"""Stored tensors of a snapshot, in a file without a name, which the kernel removes with the process: a version of the policy takes
+no memory that another process could not have.
 
 Imported by vLLM's and SGLang's processes: only packages that both have may be imported here.
 """

@@ -1,4 +1,4 @@
-"""Transports that write a file, which replicas on this host map (`shared`) or any replica reads (`disk`, `delta`).
+"""Transports of weight pushes that write a file, which replicas on this host map (`shared`) or any replica reads (`disk`, `delta`).
 
 Invariants:
 - A file is written once per version; after a replica refuses it, the retry writes it anew.

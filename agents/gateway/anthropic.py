@@ -1,4 +1,4 @@
-"""Anthropic's Messages."""
+"""The gateway's dialect of Anthropic's Messages API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The body of a request: how large it may be, and that it arrives.
+"""The bodies of requests to the gateway: how large one may be, and the wait until all of it has arrived.
 
 Invariants:
 - A body is parsed in the worker's event loop, for a parser holds the interpreter's lock in any thread. So it is refused before that

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions."""
+"""The gateway's dialect of OpenAI's Chat Completions API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the spellings of a completion request have in common. A dialect is pure: bytes in, structs and bytes out.
+"""What the gateway's dialects, the APIs in which an agent may ask for a completion, have in common. A dialect is pure: bytes in,
+structs and bytes out.
 
 Invariants:
 - A field that would change the distribution that the learner assumes, such as `temperature`, is accepted, not followed, and named

@@ -1,4 +1,4 @@
-"""What an episode's agent is given, and the calls that it has made.
+"""The gateway's endpoint of one episode: the URL and key that its agent is given, and the calls that the agent makes there.
 
 Invariants:
 - A call runs in a task of its own: it outlives its client's connection, so that a retry gets the same replies and nothing is

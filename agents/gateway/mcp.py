@@ -1,4 +1,5 @@
-"""The tools of an episode's environment as an MCP server (https://modelcontextprotocol.io, streamable HTTP with JSON responses).
+"""The gateway's MCP server, which offers the tools of an episode's environment (https://modelcontextprotocol.io, streamable HTTP
+with JSON responses).
 
 Invariants:
 - A call of a tool is a step of the environment, whose reward counts; an environment takes one step at a time.

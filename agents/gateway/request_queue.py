@@ -1,4 +1,4 @@
-"""The requests of one episode: those that are under way, and those that wait for their turn.
+"""The gateway's queue of the requests of one episode: those that are under way, and those that wait for their turn.
 
     request ──> room for its body ──> body ──> its turn ──> call ──> answer
 
@@ -154,10 +154,12 @@ class RequestQueue:
             )
             raise RefusedRequest(429, full, "rate_limit_exceeded")
         self.waiting.add(turn)
-        late = asyncio.get_running_loop().call_at(until, _end, turn, RefusedRequest(429, why, "rate_limit_exceeded"))
+        late = asyncio.get_running_loop().call_at(
+            until, _fail_turn, turn, RefusedRequest(429, why, "rate_limit_exceeded")
+        )
 
         def lost(_: asyncio.Future[None]) -> None:
-            _end(turn, ConnectionResetError("the client is gone"))
+            _fail_turn(turn, ConnectionResetError("the client is gone"))
 
         def ended(_: asyncio.Future[None]) -> None:
             self.waiting.discard(turn)
@@ -172,10 +174,10 @@ class RequestQueue:
         """None that waits has a turn any more."""
         self._closed = True
         for turn in self.waiting:
-            _end(turn, PolicyError("the episode is over"))
+            _fail_turn(turn, PolicyError("the episode is over"))
 
 
-def _end(turn: asyncio.Future[None], error: Exception) -> None:
+def _fail_turn(turn: asyncio.Future[None], error: Exception) -> None:
     if not turn.done():
         turn.set_exception(error)
         turn.exception()  # a request that was cancelled meanwhile does not ask for it

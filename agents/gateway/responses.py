@@ -1,5 +1,5 @@
-"""OpenAI's Responses, without a memory of its own: every request carries the whole conversation. The policy calls a function `f` of
-a namespace `n` by the name `n__f`."""
+"""The gateway's dialect of OpenAI's Responses API, without a memory of its own: every request carries the whole conversation. The
+policy calls a function `f` of a namespace `n` by the name `n__f`."""
 
 from __future__ import annotations
 

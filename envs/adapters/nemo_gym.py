@@ -1,8 +1,8 @@
 """Environments of a NeMo-Gym resources server, over its own HTTP; the package nemo-gym is not needed here.
 
-    POST /seed_session   a row; the answer's cookies name the session
+    POST /seed_session   a row of the data set; the answer's cookies name the session
     POST /TOOL           the arguments of a call; the answer's text is its result
-    POST /verify         the row with `response`, what was said and called in OpenAI's Responses form; the answer has the reward
+    POST /verify         the row, and `response`: items of OpenAI's Responses API, by the policy; the answer has the reward
 
 Invariants:
 - Each episode has a session of its own, its cookies.
@@ -31,7 +31,7 @@ from .turns import turn_metrics
 
 CONNECT_S = 30.0  # until the server has accepted a connection; how long it computes is the step's deadline
 SHOWN = 300  # most characters of a server's error that the policy reads
-TOLD = (404, 422)  # statuses of calls that are the policy's fault
+REFUSED = (404, 422)  # statuses of calls that are the policy's fault
 PARAMETERS = "responses_create_params"  # column of a row: the request that its conversation begins with
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -68,7 +68,7 @@ class NemoGymEnv(SimpleEnv):
         """Read every row of this split. Raises ConfigError naming the file and the line of the first that cannot be used."""
         for number in self._order.numbers.tolist():
             try:
-                read_opening(self._rows.row(number))
+                read_prompt(self._rows.row(number))
             except ValueError as error:
                 raise ConfigError(f"{self._key}: {self._rows.place(number)}: {error}") from None
 
@@ -76,18 +76,18 @@ class NemoGymEnv(SimpleEnv):
         number = self._order.number(index)
         try:
             row = self._rows.row(number)
-            read_opening(row)
+            read_prompt(row)
         except ValueError as error:
             raise EnvError(f"{self._rows.place(number)}: {error}") from None
         return Task(f"{self.name}-{self.split}-{number}", {"row": row})
 
     async def reset(self, task: Task) -> Observation:
         self._row: JSON = task.payload["row"]
-        self._output: list[JSON] = []  # what was said and called, in the Responses form
-        self._turns = self._invalid = 0
-        messages, tools = read_opening(self._row)
+        self._output: list[JSON] = []  # what the policy said and called, as items of OpenAI's Responses API
+        self._turns = self._invalid_calls = 0
+        messages, tools = read_prompt(self._row)
         self._names = {tool.name for tool in tools}
-        # The server may be an address, whose cookies a jar that is not `unsafe` drops.
+        # The host in `env.url` may be an IP address, whose cookies a jar that is not `unsafe` drops.
         jar = aiohttp.CookieJar(unsafe=True)
         self._http = aiohttp.ClientSession(cookie_jar=jar, timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECT_S))
         await self._post("/seed_session", self._row)
@@ -96,25 +96,29 @@ class NemoGymEnv(SimpleEnv):
     async def step(self, message: Message) -> StepResult:
         self._turns += 1
         if message.malformed:
-            self._invalid += 1
+            self._invalid_calls += 1
             replies = (Message("user", f"error: {message.malformed}"),)
         else:
             if message.content or not message.tool_calls:
-                self._output.append(_said(f"msg_{self._turns}", message.content))
+                self._output.append(_output_message(f"msg_{self._turns}", message.content))
             replies = tuple([await self._call(call) for call in message.tool_calls])
         goes_on = bool(message.malformed or message.tool_calls)
         if goes_on and self._turns < self.config.max_turns:
-            return StepResult(replies, metrics=turn_metrics(self._turns, self._invalid))
+            return StepResult(replies, metrics=turn_metrics(self._turns, self._invalid_calls))
         verdict = await self._verify()
         reward = as_number(verdict.get("reward"))
         if reward is None:
             raise EnvError(f"{self._url}/verify answered without a reward: {json.dumps(verdict)[:SHOWN]}")
-        found = {
+        metrics = {
             name: value for name in verdict if name not in self._row and (value := as_number(verdict[name])) is not None
         }
-        found.pop("reward", None)
+        metrics.pop("reward", None)
         return StepResult(
-            replies, reward, done=True, truncated=goes_on, metrics=found | turn_metrics(self._turns, self._invalid)
+            replies,
+            reward,
+            done=True,
+            truncated=goes_on,
+            metrics=metrics | turn_metrics(self._turns, self._invalid_calls),
         )
 
     async def close(self) -> None:
@@ -129,9 +133,9 @@ class NemoGymEnv(SimpleEnv):
         try:
             if call.name not in self._names:
                 raise RefusedCall(f"there is no tool {call.name!r}; use {', '.join(sorted(self._names)) or 'none'}")
-            text = await self._post(f"/{call.name}", call.arguments, told=TOLD)
+            text = await self._post(f"/{call.name}", call.arguments, refused=REFUSED)
         except RefusedCall as error:
-            self._invalid += 1
+            self._invalid_calls += 1
             text = f"error: {error}"
         self._output.append({"type": "function_call_output", "call_id": call_id, "output": text})
         return Message("tool", text, tool_call_id=call.id, name=call.name)
@@ -157,23 +161,24 @@ class NemoGymEnv(SimpleEnv):
             raise EnvError(f"{self._url}/verify answered what is no JSON object: {text[:SHOWN]}")
         return verdict
 
-    async def _post(self, path: str, body: JSON, told: tuple[int, ...] = ()) -> str:
-        """The text of an answer. Raises RefusedCall for a status in `told`, EnvError."""
+    async def _post(self, path: str, body: JSON, refused: tuple[int, ...] = ()) -> str:
+        """The text of the resources server's answer. Raises RefusedCall for a status in `refused`, EnvError."""
         assert self._http is not None  # reset has made it
         try:
             async with self._http.post(f"{self._url}{path}", json=body) as response:
                 text = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, OSError) as error:
             raise EnvError(f"the NeMo-Gym server at {self._url} cannot be used: {describe(error)}") from error
-        if response.status in told:
+        if response.status in refused:
             raise RefusedCall(text[:SHOWN])
         if response.status >= 300:
             raise EnvError(f"{self._url}{path} answered {response.status}: {text[:SHOWN]}")
         return text
 
 
-def read_opening(row: JSON) -> tuple[tuple[Message, ...], tuple[ToolSpec, ...]]:
-    """The messages and tools that a row begins with. Raises ValueError: it is none of NeMo-Gym's, or has what cannot be played."""
+def read_prompt(row: JSON) -> tuple[tuple[Message, ...], tuple[ToolSpec, ...]]:
+    """The messages and tools that the conversation of a data set's row begins with. Raises ValueError: the row is not one of
+    NeMo-Gym's, or has what cannot be played."""
     parameters = row.get(PARAMETERS)
     if not isinstance(parameters, Mapping):
         raise ValueError(f"it has no {PARAMETERS!r}; it has {', '.join(row) or 'no columns'}")
@@ -210,6 +215,6 @@ def _tool(tool: Any) -> ToolSpec:
     return ToolSpec(tool["name"], tool.get("description") or "", dict(parameters))
 
 
-def _said(name: str, text: str) -> JSON:
+def _output_message(name: str, text: str) -> JSON:
     part = {"type": "output_text", "text": text, "annotations": []}
     return {"type": "message", "id": name, "role": "assistant", "status": "completed", "content": [part]}

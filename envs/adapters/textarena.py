@@ -70,7 +70,7 @@ class TextArenaEnv(SimpleEnv):
     def _open(self, seed: int) -> str:
         self._game = self._library.make(self.config.id, **self.config.arguments)
         self._game.reset(num_players=PLAYERS, seed=seed)
-        return self._seen()
+        return self._new_text()
 
     def _move(self, text: str) -> StepResult:
         done, _ = self._game.step(text)
@@ -80,9 +80,9 @@ class TextArenaEnv(SimpleEnv):
             metrics["invalid_move"] = float(bool(infos[PLAYER].get("invalid_move", False)))
             return StepResult(reward=float(rewards[PLAYER]), done=True, metrics=metrics)
         over = self._turns >= self.config.max_turns
-        return StepResult((Message("user", self._seen()),), done=over, truncated=over, metrics=metrics)
+        return StepResult((Message("user", self._new_text()),), done=over, truncated=over, metrics=metrics)
 
-    def _seen(self) -> str:
+    def _new_text(self) -> str:
         """What the game says since the last look, without the policy's own moves, which it has in its context already."""
         _, seen = self._game.get_observation()
         if isinstance(seen, str):

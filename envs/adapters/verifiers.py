@@ -69,7 +69,7 @@ class VerifiersEnv(SimpleEnv):
 
     async def step(self, message: Message) -> StepResult:
         endpoint = endpoint_of(message)
-        await self._served()
+        await self._start_servers()
         try:
             episode: Any = await self._library.run_episode(self._current, self._context(endpoint))
         except Exception as error:
@@ -92,7 +92,7 @@ class VerifiersEnv(SimpleEnv):
         client = self._vf.EvalClientConfig(base_url=endpoint.url, api_key_var=KEY_VARIABLE)
         return self._vf.ModelContext(client=client, model=endpoint.model, sampling=self._vf.SamplingConfig())
 
-    async def _served(self) -> None:
+    async def _start_servers(self) -> None:
         """Return when the library's own servers run in this event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:

@@ -1,4 +1,5 @@
-"""From a row to an example: its prompt, its reference answer and its id, in the columns that the row has or that the config names.
+"""Examples of a data set, made from its rows: the prompt, the reference answer and the id, in the columns that the row has or that
+the config names.
 
 Invariants:
 - Columns are found once, in the first row; every row must have them.

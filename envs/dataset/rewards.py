@@ -82,7 +82,7 @@ class RewardFunction:
         elif "solution_str" in self._names and required <= set(VERL):
             self._arguments = self._verl
         elif "completion" in self._names and required <= set(OURS):
-            self._arguments = self._ours
+            self._arguments = self._own_arguments
         else:
             raise ConfigError(f"{key}: {name} takes ({', '.join(p.name for p in parameters)}); allowed are {FORMS}")
         self.needs_answer = "ground_truth" in required and self._arguments == self._verl
@@ -106,10 +106,10 @@ class RewardFunction:
             else:
                 result = await in_thread(lambda: self._function(**arguments))
         except Exception as error:  # the user's own code
-            raise EnvError(f"the reward {self.name} raised {describe(error)}{_where(error)}") from error
+            raise EnvError(f"the reward {self.name} raised {describe(error)}{_raising_line(error)}") from error
         return read_score(self.name, result[0] if self._arguments == self._trl and _is_list(result) else result)
 
-    def _ours(self, completion: str, example: Example) -> dict[str, Any]:
+    def _own_arguments(self, completion: str, example: Example) -> dict[str, Any]:
         return self._accepted({"completion": completion, "row": example.row})
 
     def _trl(self, completion: str, example: Example) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _from_file(key: str, file: str, name: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's own code
-        raise ConfigError(f"{key}: cannot import {file}: {describe(error)}{_where(error)}") from error
+        raise ConfigError(f"{key}: cannot import {file}: {describe(error)}{_raising_line(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         own = sorted(n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module_name)
@@ -218,7 +218,7 @@ def _from_file(key: str, file: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _where(error: BaseException) -> str:
+def _raising_line(error: BaseException) -> str:
     """File and line of the user's code that raised, for the end of a message; "" where none of it ran."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""

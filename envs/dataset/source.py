@@ -2,7 +2,7 @@
 
 Invariants:
 - Every row is the task of exactly one index per epoch, and rows held out for evaluation are never trained on: see `epochs.py`.
-- All processes leave out the same rows for the length of their prompts, see `leave_out_long`.
+- All processes leave out the same rows for the length of their prompts, see `leave_out_long_prompts`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DatasetSource(SimpleEnv):
             )
         return found
 
-    def leave_out_long(self, fits: Callable[[Observation], bool], max_tokens: int) -> int:
+    def leave_out_long_prompts(self, fits: Callable[[Observation], bool], max_tokens: int) -> int:
         """Leave out the rows whose prompt does not fit; returns how many. Only rows with enough text for `max_tokens` are read: a
         token has at least a byte. Raises ConfigError where none is left."""
         sizes, numbers = self._rows.sizes(self._columns.prompt), self._order.numbers

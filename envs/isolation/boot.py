@@ -1,5 +1,5 @@
-"""Starts a host in whatever interpreter runs this file: `python boot.py SPEC`. It imports nothing of ours before it knows where
-that is, and says in one line why the host cannot start.
+"""Starts the process that holds isolated environments in whatever interpreter runs this file: `python boot.py SPEC`. It imports
+nothing of Slipstream before it knows where the package is, and says in one line why the process cannot start.
 
 `SPEC` is JSON: `root`, the folder of the package slipstream; `paths`, where the user's modules are; `ready`, a file descriptor for
 one line of JSON, `{"address": ...}` or `{"error": ...}`; `stack`, one for the stacks of a process that is aborted; `parent`, the id

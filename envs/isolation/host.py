@@ -116,7 +116,7 @@ class EnvHost:
                 shown = await in_thread(source.demonstration, task, random.Random(seed))
                 return Demonstrated() if shown is None else Demonstrated(shown[0], tuple(shown[1]))
             case ResetEpisode(task=task):
-                episode, env = await self._opened(request)
+                episode, env = await self._open_episode(request)
                 seen = await self._call(request.call, env.reset(task), episode.tools)
                 return EpisodeOpened(checked(seen, Observation), episode.tools.take_ended())
             case StepEpisode(episode=name, message=message):
@@ -131,7 +131,7 @@ class EnvHost:
                     await self._call(request.call, closed.env.close(), closed.tools)
                 return EpisodeClosed()
 
-    async def _opened(self, request: ResetEpisode) -> tuple[_Episode, Environment]:
+    async def _open_episode(self, request: ResetEpisode) -> tuple[_Episode, Environment]:
         """A new episode, and its environment. Raises EnvError: while its source was made it was cancelled or closed."""
         name, episode = request.episode, _Episode(request.tool_s)
         self._episodes[name] = episode

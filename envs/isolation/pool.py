@@ -81,7 +81,7 @@ class HostPool:
             case CloseEpisode(episode=episode):
                 return await self._close(episode, request)
             case ResetEpisode(episode=episode):
-                return await self._ask(await self._opened(episode), request)
+                return await self._ask(await self._open_episode(episode), request)
             case _:
                 slot = self._take()
                 try:
@@ -105,7 +105,7 @@ class HostPool:
         slot.load += 1
         return slot
 
-    async def _opened(self, episode: str) -> HostProcess:
+    async def _open_episode(self, episode: str) -> HostProcess:
         """The process of a new episode. Raises EnvError: it does not start, or the episode was closed meanwhile."""
         starting = self._episodes[episode] = self._take(), None
         slot = starting[0]

@@ -1,4 +1,4 @@
-"""One host process, seen from the process that started it.
+"""One process that holds isolated environments, seen from the process that started it.
 
 Invariants:
 - It ends with the process that started it, also when that one is killed: the kernel kills it when the thread ends that started it,

@@ -88,7 +88,7 @@ class EnvServer:
                     task = asyncio.create_task(self._answer(request), name=type(request.message).__name__)
                     answering.add(task)
                     task.add_done_callback(answering.discard)
-                for client in self._silent():
+                for client in self._pop_silent_clients():
                     closing = asyncio.create_task(
                         self._close_episodes(client), name="episodes of a worker that is gone"
                     )
@@ -158,7 +158,7 @@ class EnvServer:
             raise ConfigError(f"{key.section}: the server was given other options of it; give both the same config")
         return self.pools[key.section]
 
-    def _silent(self) -> list[_Client]:
+    def _pop_silent_clients(self) -> list[_Client]:
         """The clients that are gone; they are forgotten."""
         now = time.monotonic()
         gone = [identity for identity, client in self._clients.items() if now - client.heard > CLIENT_S]

@@ -1,4 +1,4 @@
-"""Where a process was, from the stacks that faulthandler wrote."""
+"""Where a process that holds environments hung, from the stacks that faulthandler wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starts machines elsewhere: deployments of SWE-ReX.
+"""Deployments of SWE-ReX, which start the remote machines of sandboxes.
 
 Invariants:
 - A deployment is stopped in a thread: some block while they do.

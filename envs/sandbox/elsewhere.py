@@ -86,7 +86,7 @@ class RemoteSandbox:
         try:
             home, python = file_parts(await self._ask(("open",), FILE_S, 0), "", 2)
         except (SandboxEnded, OSError) as error:  # the policy was not there yet
-            raise self._lose(str(error.__cause__ or error)) from error
+            raise self._mark_lost(str(error.__cause__ or error)) from error
         self.home, self.python = home.decode(), python.decode()
 
     async def run(
@@ -184,9 +184,9 @@ class RemoteSandbox:
             self._lost = "was closed by a cancelled request"
             raise
         except Exception as error:  # whatever breaks a connection, and DeadlineExceeded
-            raise self._lose(f"{what}: {describe(error)}") from error
+            raise self._mark_lost(f"{what}: {describe(error)}") from error
 
-    def _lose(self, why: str) -> ToolError:
+    def _mark_lost(self, why: str) -> ToolError:
         self._lost = f"is lost: {why}"
         return ToolError(f"the sandbox at {self._machine.address} {self._lost}")
 

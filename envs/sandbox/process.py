@@ -1,4 +1,4 @@
-"""One confined process, seen from the host: its start, its frames, its end.
+"""One confined process of a sandbox, seen from the host: its start, its frames, its end.
 
 Invariants:
 - One request at a time; each has a deadline, after which the process is killed.
@@ -222,7 +222,7 @@ class ConfinedProcess:
         if ready != b"ready":
             await self._exit()
             self.kill("lost")
-            raise ToolError(f"the sandbox did not start: {self._said() or 'it ended'}")
+            raise ToolError(f"the sandbox did not start: {self._read_messages() or 'it ended'}")
         self.python = python.decode()
 
     async def _frame(self, limit: int) -> bytes:
@@ -234,7 +234,9 @@ class ConfinedProcess:
     def _require_alive(self) -> None:
         reason = self.reason
         if reason == "lost":
-            raise ToolError(f"the sandbox was ended from outside{': ' + said if (said := self._said()) else ''}")
+            raise ToolError(
+                f"the sandbox was ended from outside{': ' + said if (said := self._read_messages()) else ''}"
+            )
         if reason == "closed":
             raise ToolError("the sandbox is closed")
         if reason is not None:
@@ -258,7 +260,7 @@ class ConfinedProcess:
         """Return when the outermost process has ended. Raises ToolError."""
         await _in_time(END_S, self._exited.wait(), "its sandbox to end", "look for processes in state D")
 
-    def _said(self) -> str:
+    def _read_messages(self) -> str:
         os.set_blocking(self._messages, False)
         with contextlib.suppress(BlockingIOError):
             return os.read(self._messages, MESSAGES).decode(errors="replace").strip().replace("\n", "; ")

@@ -137,14 +137,14 @@ class Watchdog:
                 now = list(self._watched.values())
             began = time.perf_counter()
             try:
-                self._look(now)
+                self._check_all(now)
             except OSError as error:  # such as no free descriptor; the next look may have one
                 self._failed_looks += 1
                 if self._failed_looks & (self._failed_looks - 1) == 0:
                     logger.warning("look %d at the sandboxes failed: %s", self._failed_looks, error)
             time.sleep(max(LOOK_S, SHARE * (time.perf_counter() - began)))  # /proc has no event for what is looked for
 
-    def _look(self, sandboxes: list[Watched]) -> None:
+    def _check_all(self, sandboxes: list[Watched]) -> None:
         processes = see_processes()
         children, sessions = defaultdict[int, list[Seen]](list), defaultdict[int, list[Seen]](list)
         for process in processes.values():
@@ -172,12 +172,12 @@ def see_processes() -> dict[int, Seen]:
     """Every process of the host that still runs."""
     found: dict[int, Seen] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit() and (seen := _see(int(name))):
+        if name.isdigit() and (seen := _read_process(int(name))):
             found[seen.pid] = seen
     return found
 
 
-def _see(pid: int) -> Seen | None:
+def _read_process(pid: int) -> Seen | None:
     """None where it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
@@ -216,7 +216,7 @@ def _kill_member(pid: int, session: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:
-            if (seen := _see(pid)) and seen.session == session:
+            if (seen := _read_process(pid)) and seen.session == session:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
             os.close(pidfd)

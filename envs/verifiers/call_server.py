@@ -1,4 +1,5 @@
-"""The process behind `in_process`: `python -m slipstream.envs.verifiers.call_server FD` calls one function after another."""
+"""The process behind the verifiers' `in_process`: `python -m slipstream.envs.verifiers.call_server FD` calls one function after
+another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs by what they compute, run in a sandbox.
+"""The verifier of programs: it runs them in a sandbox and compares what they compute.
 
 Invariants:
 - Expected values never enter the sandbox. A program can only be right by printing them; its exit status and its comparisons

@@ -1,4 +1,5 @@
-"""What `mathematics` calls in a process. Only such processes import this module, before a call's limit begins."""
+"""The part of the verifier `mathematics` that runs in a process of its own. Only such processes import this module, before a call's
+limit begins."""
 
 from __future__ import annotations
 

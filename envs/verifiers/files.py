@@ -1,4 +1,4 @@
-"""Scores of files that the policy made, by tests that it has never seen.
+"""The verifier of files that the policy made: tests that the policy has never seen score them.
 
 Invariants:
 - The tests run in a new sandbox, into which only the named files are copied: whatever else the policy did to its own, such as

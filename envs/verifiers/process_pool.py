@@ -1,5 +1,5 @@
-"""Calls of functions in processes that are killed, not asked: what a verifier computes may never end, and may hold the
-interpreter's lock while it does.
+"""The pool of processes that verifiers call functions in: a process is killed, for what a verifier computes may never end, and may
+hold the interpreter's lock while it does.
 
     caller ──function, arguments──> a free process ──"begun"──> the limit starts ──result or exception──> caller
 

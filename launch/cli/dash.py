@@ -1,5 +1,5 @@
-"""`slipstream dash RUN|FOLDER [--port N] [--host H]`: runs as a page in a browser, while they go on and after; with `--export FILE`
-a run as one file."""
+"""`slipstream dash RUN|FOLDER [--port N] [--host H]`: the dashboard of active and finished runs, a page in a browser; with
+`--export FILE` the page of one run as a file."""
 
 from __future__ import annotations
 

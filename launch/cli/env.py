@@ -47,7 +47,11 @@ def register(commands: CommandTable) -> None:
     add_config(serve)
     serve.add_argument("--address", required=True, metavar="tcp://HOST:PORT", help="to listen at; HOST 0.0.0.0 is all")
     serve.add_argument(
-        "--keys", default="", metavar="FILE", help="keys of the link, made where missing; env.keys names a copy"
+        "--keys",
+        dest="key_file",
+        default="",
+        metavar="FILE",
+        help="keys of the link, made where missing; env.keys names a copy",
     )
 
 
@@ -109,7 +113,7 @@ def _serve(options: argparse.Namespace) -> int:
     from ..env_server import serve_environments
 
     config = load(options.config, options.overrides, notice=print_notice)
-    serve_environments(config, options.address, options.keys, print_notice)
+    serve_environments(config, options.address, options.key_file, print_notice)
     return 0
 
 

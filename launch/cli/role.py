@@ -14,12 +14,12 @@ def register(commands: CommandTable) -> None:
     parser.add_argument("--step", type=int, default=0)
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--listen", default="", metavar="HOST:PORT")
-    parser.add_argument("--meet", default="", metavar="HOST:PORT")
+    parser.add_argument("--rendezvous", default="", metavar="HOST:PORT")
 
 
 def role(options: argparse.Namespace) -> int:
     from ..supervisor.entrypoints import run_role
 
     return run_role(
-        options.name, options.label, options.step, options.listen, options.meet, checkpoint=options.checkpoint
+        options.name, options.label, options.step, options.listen, options.rendezvous, checkpoint=options.checkpoint
     )

@@ -56,12 +56,12 @@ def _show(listing: SettingsListing, *, as_json: bool) -> None:
     if as_json:
         print_line(msgspec.json.encode({one.key: one.value for one in listing.settings}).decode())
         return
-    table = Table("key", "value", "applied by", "acts")
+    table = Table("key", "value", "applied by", "takes effect")
     for one in listing.settings:
-        table.add_row(one.key, str(one.value), one.applied_by, one.acts)
+        table.add_row(one.key, str(one.value), one.applied_by, one.takes_effect)
     open_console().print(table)
 
 
 def _live_keys() -> str:
-    keys = (f"  {live.key}\n{textwrap.indent(live.acts, '      ')}" for live in LIVE.values())
-    return "\n".join(["keys that can be changed while a run goes on, and when they act:", "", *keys])
+    keys = (f"  {live.key}\n{textwrap.indent(live.takes_effect, '      ')}" for live in LIVE.values())
+    return "\n".join(["keys that can be changed while a run goes on, and when a change takes effect:", "", *keys])

@@ -117,7 +117,10 @@ class RayLauncher:
                 self._reserve(new, cpus, targets if spread else {}, {} if spread else {f"node:{here}": 0.001})
             for role in roles:
                 self._actors[role] = self._bundles[role].actor(self._logs)
-            placing, room = self._place_all(roles), f"room for {len(roles)} roles, {self._wishes(roles, cpus)}"
+            placing, room = (
+                self._place_all(roles),
+                f"room for {len(roles)} roles, {self._resource_bundles(roles, cpus)}",
+            )
             hint = f"the cluster has {ray.cluster_resources()}; ask for fewer or smaller replicas, ranks or workers"
             placed = await with_deadline(PLACE_S, placing, who="the Ray launcher", waits_for=room, hint=hint)
             await self._require_shared({role: placement.host for role, placement in placed.items()})
@@ -167,12 +170,12 @@ class RayLauncher:
 
     def _reuse(self, roles: Mapping[str, int], cpus: int) -> tuple[dict[str, int], dict[str, str]]:
         """Give `roles` the bundles of roles that have left, where these fit; the others, and the hosts where they should be."""
-        bundles = dict(zip(roles, self._wishes(roles, cpus), strict=True))
+        bundles = dict(zip(roles, self._resource_bundles(roles, cpus), strict=True))
         vacant = [(node, bundle) for bundle in self._free if (node := bundle.node)]
         here = ray.get_runtime_context().get_node_id()
         pinned = {role: here for role in bundles if role.partition("-")[0] == BUFFER}
         left = [(node, float(bundle.gpus)) for node, bundle in vacant]
-        given, targets = assign(bundles, self._room(), left, pinned, self._resource)
+        given, targets = assign(bundles, self._free_resources(), left, pinned, self._resource)
         for role, index in given.items():
             self._bundles[role] = vacant[index][1]
             self._free.remove(vacant[index][1])
@@ -188,18 +191,18 @@ class RayLauncher:
             raise ConfigError(
                 f"{', '.join(roles)} want {wanted} {self._resource}s, and Ray has {free} that are free; ask for fewer"
             )
-        for (role, gpus), bundle in zip(roles.items(), self._wishes(roles, cpus), strict=True):
-            target = targets.get(role)  # a wish: where it has no room after all, Ray finds another host
+        for (role, gpus), bundle in zip(roles.items(), self._resource_bundles(roles, cpus), strict=True):
+            target = targets.get(role)  # a preference: where it has no room after all, Ray finds another host
             group = placement_group([bundle | affinity], "STRICT_PACK", _soft_target_node_id=target)
             self._groups.append(group)
             self._bundles[role] = RayBundle(group, cpus, gpus, self._resource)
 
-    def _wishes(self, roles: Mapping[str, int], cpus: int) -> list[dict[str, float]]:
+    def _resource_bundles(self, roles: Mapping[str, int], cpus: int) -> list[dict[str, float]]:
         """What each role needs of Ray; `roles` has the number of its GPUs."""
-        wishes = ({"CPU": float(cpus), self._resource: float(gpus)} for gpus in roles.values())
-        return [{name: amount for name, amount in wish.items() if amount} for wish in wishes]
+        needs = ({"CPU": float(cpus), self._resource: float(gpus)} for gpus in roles.values())
+        return [{name: amount for name, amount in need.items() if amount} for need in needs]
 
-    def _room(self) -> dict[str, dict[str, float]]:
+    def _free_resources(self) -> dict[str, dict[str, float]]:
         """What each host that is alive has for more roles of this run, by its id in Ray."""
         nodes = sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"])
         left = {node["NodeID"]: dict(node["Resources"]) for node in nodes if node["Alive"]}

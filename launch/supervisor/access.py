@@ -1,4 +1,4 @@
-"""Who may do what in a run, as the supervisor decides it: it holds every public key and makes the tokens of the servers.
+"""The supervisor's access control of a run: it holds every role's public key and makes the access tokens of the inference servers.
 
 Invariants:
 - The supervisor's own key pair and the tokens live as long as the supervisor.

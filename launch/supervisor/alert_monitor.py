@@ -82,7 +82,7 @@ class AlertMonitor:
         await self._command.close()
 
     async def _check(self) -> None:
-        looking, hint = in_thread(self._look, "alerts"), f"is the disk of {self._run_dir} gone?"
+        looking, hint = in_thread(self._poll_alerts, "alerts"), f"is the disk of {self._run_dir} gone?"
         try:
             shown, changed = await with_deadline(
                 LOOK_S, looking, who="the supervisor", waits_for="the rows of the run", hint=hint
@@ -95,7 +95,7 @@ class AlertMonitor:
         for alert in changed:
             self._command.submit(alert)
 
-    def _look(self) -> tuple[list[Alert], list[Alert]]:
+    def _poll_alerts(self) -> tuple[list[Alert], list[Alert]]:
         """What is shown and what is new: what fired since the last look and what is over. At first all that is active is shown."""
         if not self._looking.acquire(blocking=False):
             return [], []

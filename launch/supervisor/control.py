@@ -215,10 +215,10 @@ async def _add(pool: RolePool, what: str, count: int) -> list[str]:
     return await pool.add(count)
 
 
-def read_control_address(run_dir: Path, change: str = "") -> ControlAddress:
+def read_control_address(run_dir: Path, override: str = "") -> ControlAddress:
     """How to reach the supervisor of the run in `run_dir`. Raises ConfigError where there is no run, or it does not run now; then
-    `change`, such as `learner.steps=200`, is part of the command that continues it."""
-    resume = f"slipstream resume {run_dir} {change}".rstrip()
+    `override`, such as `learner.steps=200`, is part of the command that continues it."""
+    resume = f"slipstream resume {run_dir} {override}".rstrip()
     locked = is_locked(run_dir)
     if not locked:
         run_config(run_dir)

@@ -52,12 +52,13 @@ Role = Callable[[RunContext, int, HeartbeatSender, asyncio.Event], Awaitable[Non
 
 
 def run_role(
-    name: str, label: str = "", step: int = 0, listen: str = "", meet: str = "", *, checkpoint: bool = False
+    name: str, label: str = "", step: int = 0, listen: str = "", rendezvous: str = "", *, checkpoint: bool = False
 ) -> int:
     """Run a role (`buffer`, `buffer-1`, `engine-0`, `engine-0.1`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`,
-    `evaluator`, `rater`, `reward`) to its end; the exit status. `label` names an evaluation, which is of `step`, and of its
-    `checkpoint` where the run goes on meanwhile; `listen` is an engine's `host:port`, `meet` that of the processes of a server that
-    spans hosts."""
+    `evaluator`, `rater`, `reward`) to its end; the exit status. `rater` measures pass rates of a data set, `reward` serves the
+    reward model. `label` is the name of an evaluation's results, of the policy after `step`, and of its `checkpoint` where training
+    goes on meanwhile. `listen` is an engine's `host:port`; `rendezvous` is where the processes of a server that spans hosts find
+    each other."""
     set_parent_death_signal()
     setup_logging(name)
     kind, _, index = name.partition("-")
@@ -66,7 +67,7 @@ def run_role(
     sys.path += [context.started_in, str(code_folder(context.dir))]
     context = msgspec.structs.replace(context, config=local_inputs(context.config, context.dir, kind))
     if kind == "engine":
-        become_engine(context, name, listen, meet)
+        become_engine(context, name, listen, rendezvous)
     if kind == "reward":
         become_reward(context)
     peers = peer_table(context)

@@ -1,4 +1,4 @@
-"""Servers that others started, as replicas: what stands where a process of the run has its `ProcessHandle`.
+"""External inference servers, which others started, as replicas of the supervisor: what they have for a `ProcessHandle`.
 
     probe answers, and the description fits ──> requests and keys of earlier runs are dropped ──> in the fleet ──> pushed to
          ▲                                                                                            │

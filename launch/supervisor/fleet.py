@@ -1,4 +1,5 @@
-"""What the fleet is: a pure state machine that owns no process, socket or clock. All other processes subscribe to its snapshots.
+"""The supervisor's fleet of replicas: a pure state machine that owns no process, socket or clock. All other processes subscribe to
+its snapshots.
 
          join                    answers                   served                         drain                gone
     (new name) ──> starting ─────────────> starting, answers ─────> serving, version v ─────────> draining ──────> (left)

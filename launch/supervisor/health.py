@@ -1,4 +1,4 @@
-"""What the roles report: the supervisor's end of `heartbeat`, and the end of every role that falls silent.
+"""The supervisor's health monitor: it receives the roles' heartbeats, and ends every role that falls silent.
 
 Invariants:
 - A role that is silent for `launch.heartbeat_s` is killed once, and the reason names its last reported wait. `ProcessManager`

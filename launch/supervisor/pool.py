@@ -1,4 +1,4 @@
-"""Roles of one kind that come and go while the run goes on: replicas (`replicas.py`) and workers (`workers.py`).
+"""Pools of roles of one kind, which come and go while the run goes on: replicas (`replicas.py`) and workers (`workers.py`).
 
 Invariants:
 - A role whose restarts are spent leaves while another of its kind is left; the last one ends the run.

@@ -195,11 +195,11 @@ class ProcessManager:
                     await self.moved(role.name, placement)
                 return
             except PlacementLost as none:
-                if not self._spared(role):
+                if not self._is_spared(role):
                     raise
                 log.warning("%s; the run goes on without it", none)
 
-    def _spared(self, role: RoleProcess) -> bool:
+    def _is_spared(self, role: RoleProcess) -> bool:
         """Whether the run goes on without `role` for now."""
         others = [one for one in self.of_kind(role.kind) if replica_of(one.name) != replica_of(role.name)]
         return role.kind in SPARE and any(one.running for one in others)
@@ -268,7 +268,7 @@ class ProcessManager:
 
     async def _failure(self, domain: Sequence[RoleProcess]) -> RoleProcess | None:
         """Wait until all of `domain` ended well, or one failed and the others were killed; the one that failed."""
-        ends = [asyncio.create_task(self._ended(role)) for role in domain]
+        ends = [asyncio.create_task(self._wait_for_end(role)) for role in domain]
         try:
             for end in asyncio.as_completed(ends):
                 if (failed := await end) is not None:
@@ -283,7 +283,7 @@ class ProcessManager:
             for end in ends:
                 end.cancel()
 
-    async def _ended(self, role: RoleProcess) -> RoleProcess | None:
+    async def _wait_for_end(self, role: RoleProcess) -> RoleProcess | None:
         """Wait for the end of a process; the role if that is a failure. A server that ends by itself has failed, even with exit
         status 0: vLLM exits with 0 when its engine core was killed."""
         if role.process is None:  # it was asked to end before it was started

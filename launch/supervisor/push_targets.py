@@ -1,4 +1,4 @@
-"""The learner's end of the fleet: a client of every replica that answers, and reports about the pushes to it.
+"""The learner's push targets: a client of every replica of the fleet that answers, and reports about the weight pushes to it.
 
     fleet snapshots ──> PushTargets ──update──> publisher ──served, lost──> PushTargets ──report──> supervisor
 

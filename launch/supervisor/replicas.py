@@ -211,14 +211,14 @@ class ReplicaManager(RolePool):
 
     async def _arrange(self, name: str) -> None:
         """Give the processes of a replica their places, and those of several hosts a port where they meet."""
-        parts, meet = self.processes_of(name), ()
+        parts, rendezvous = self.processes_of(name), ()
         if len(parts) > 1:
             port = await self.launcher.reserve_port(name)
-            meet = ("--meet", f"{self._placements[name].host}:{port}")
+            rendezvous = ("--rendezvous", f"{self._placements[name].host}:{port}")
         for part in parts:
             role, placement = self.processes.roles[part], self._placements[part]
             role.environment = self.environment(part, placement)
-            role.arguments = ("--listen", placement.address, *meet)
+            role.arguments = ("--listen", placement.address, *rendezvous)
 
     async def moved(self, part: str, placement: Placement) -> None:
         """The next process of a replica, or of one of its hosts, starts at another place."""

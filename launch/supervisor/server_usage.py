@@ -1,5 +1,4 @@
-"""What the inference servers use, which record nothing themselves: the supervisor reads it from the system, of
-those that it started."""
+"""The CPU, memory and GPUs that inference servers use: the supervisor reads them from the system, of servers that it started."""
 
 from __future__ import annotations
 

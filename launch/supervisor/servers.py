@@ -1,4 +1,4 @@
-"""Roles that become an inference server: this process prepares what the server needs, and is replaced by it.
+"""Roles of a run that become an inference server: their process prepares what the server needs, and is replaced by it.
 
 Invariants:
 - A server of a run answers only this run. Its tokens, and across hosts its TLS key, are in its private folder before it listens.
@@ -23,8 +23,8 @@ from ..peers import is_guarded, request_access
 from ..run_context import RunContext
 
 
-def become_engine(context: RunContext, name: str, listen: str, meet: str) -> None:
-    """`name` is a replica, or one of its hosts, whose processes meet at `meet`."""
+def become_engine(context: RunContext, name: str, listen: str, rendezvous: str) -> None:
+    """`name` is a replica, or one of its hosts, whose processes find each other at `rendezvous`, a `host:port`."""
     from ...rollout.engines import registry as servers
 
     config, model = context.config, context.config.model
@@ -34,15 +34,15 @@ def become_engine(context: RunContext, name: str, listen: str, meet: str) -> Non
     if not context.pushed:
         config = as_loaded(config)
     host, _, port = listen.rpartition(":")
-    node = _node(name, meet) if meet else None
+    node = _node(name, rendezvous) if rendezvous else None
     files = None if node and node.rank else server_files(context, name, host)  # only the first answers requests
     index = int(replica_of(name).partition("-")[2])
     arguments = servers.command(config, host, int(port), seed=config.seed + index, files=files, node=node)
     _become(arguments, servers.environment(config, host if node else ""))
 
 
-def _node(name: str, meet: str) -> ServerNode:
-    host, _, port = meet.rpartition(":")
+def _node(name: str, rendezvous: str) -> ServerNode:
+    host, _, port = rendezvous.rpartition(":")
     return ServerNode(node_rank(name), host, int(port))
 
 

@@ -64,7 +64,7 @@ class SettingsManager:
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # what is published is in force, or was not changed
 
     def listed(self) -> list[LiveSetting]:
-        return [LiveSetting(k.key, k.value(self.context.config), k.applied_by, k.acts) for k in LIVE.values()]
+        return [LiveSetting(k.key, k.value(self.context.config), k.applied_by, k.takes_effect) for k in LIVE.values()]
 
     async def change(self, overrides: Sequence[str]) -> tuple[SettingChange, ...]:
         """Apply overrides of live keys; those that changed something. Raises ConfigError where one is not allowed or the changes
@@ -77,7 +77,7 @@ class SettingsManager:
         after, different = changed_live(before, overrides)
         if not different:
             return ()
-        self._require_room(len(self.context.workers), after)
+        self._require_slots(len(self.context.workers), after)
         self._start_with(after)  # from now on: the buffer may start again while it is asked
         try:
             version = await self._configure_buffer()
@@ -98,15 +98,15 @@ class SettingsManager:
         return changes
 
     def relocate(self, addresses: Addresses) -> None:
-        """Processes that start from now on find the others there."""
+        """Processes that start from now on find the other roles at `addresses`."""
         self.context = msgspec.structs.replace(self.context, addresses=addresses)
 
-    def require_room(self, workers: int) -> None:
-        """Raises ConfigError where `rollout.max_episodes` leaves no room for a group in each of so many workers."""
-        self._require_room(workers, self.context.config)
+    def require_slots(self, workers: int) -> None:
+        """Raises ConfigError where `rollout.max_episodes` is less than one group for each of `workers` workers."""
+        self._require_slots(workers, self.context.config)
 
     @staticmethod
-    def _require_room(workers: int, config: Config) -> None:
+    def _require_slots(workers: int, config: Config) -> None:
         rollout = config.rollout
         check(
             msgspec.structs.replace(

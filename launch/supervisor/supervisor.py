@@ -4,12 +4,12 @@
           └──────── heartbeats and probes; a role that dies or falls silent is restarted, `launch.restarts` times each
 
     who waits         for what                                   until
-    plan              the learner's first version to be served   start_s + push_s + a minute; then the run fails
-    plan              the learner's last step                    the learner's own deadlines
-    plan              the reward server to answer                start_s + a minute; then the run fails
-    plan              the evaluations                            their own deadlines, inside the episodes
+    workflow          the learner's first version to be served   start_s + push_s + a minute; then the run fails
+    workflow          the learner's last step                    the learner's own deadlines
+    workflow          the reward server to answer                start_s + a minute; then the run fails
+    workflow          the evaluations                            their own deadlines, inside the episodes
     CheckpointEvaluations  a checkpoint, or the learner's last step   the run's end
-    plan              the ranks of a fine-tuning                 their own deadlines, in the collectives
+    workflow          the ranks of a fine-tuning                 their own deadlines, in the collectives
     ProcessManager    the end of a process                       the run's end
     HealthMonitor     a heartbeat, or a server's answer          heartbeat_s; then the process is killed and restarted
     ControlServer     a command                                  the run's end
@@ -75,7 +75,8 @@ from .workers import WorkerManager
 
 IMPORT_S = 60.0  # beyond `start_s`: what the learner may take to import torch and load the model on a busy machine
 LEASELESS_S = 2.0  # how long workers may take to close their environments where no buffer takes their leases back
-Plan = Callable[[Spawn], Coroutine[Any, Any, None]]  # starts roles in order and returns when the run is done
+Workflow = Callable[[Spawn], Coroutine[Any, Any, None]]
+"""Starts the roles of one command in order, and returns when they are done."""
 
 
 @dataclass(eq=False)
@@ -119,25 +120,25 @@ class Supervisor:
         await self._run([*engines, "evaluator"], lambda spawn: self._evaluate(label, step))
 
     async def rate(self) -> None:
-        """Serve `model.path` as it is, and let the role `rater` do what the plan in the run folder says."""
+        """Serve `model.path` as it is, and let the role `rater` measure pass rates by the `RatingPlan` in the run folder."""
         engines = [name for name in role_names(self.config) if name.startswith("engine-")]
 
-        async def plan(spawn: Spawn) -> None:
+        async def workflow(spawn: Spawn) -> None:
             raters = self._processes.of_kind("rater")
             await self._processes.start(*raters)
             await self._processes.watch(raters)
 
-        await self._run([*engines, "rater"], plan)
+        await self._run([*engines, "rater"], workflow)
 
     async def fine_tune(self) -> None:
         self._exit_message = "interrupted; no model was written"
 
-        async def plan(spawn: Spawn) -> None:
+        async def workflow(spawn: Spawn) -> None:
             ranks = self._processes.of_kind("sft")
             await self._processes.start(*ranks)
             await self._processes.watch(ranks)
 
-        await self._run([f"sft-{i}" for i in range(self.config.learner.backend.ranks)], plan)
+        await self._run([f"sft-{i}" for i in range(self.config.learner.backend.ranks)], workflow)
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """End the run when the learner has written a checkpoint; on the second call, at once."""
@@ -158,7 +159,7 @@ class Supervisor:
         else:
             self.view.event("interrupted: waiting for the processes to end; interrupt again to end them at once")
 
-    async def _run(self, names: Sequence[str], plan: Plan) -> None:
+    async def _run(self, names: Sequence[str], workflow: Workflow) -> None:
         loop = asyncio.get_running_loop()
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
@@ -177,7 +178,7 @@ class Supervisor:
 
                 try:
                     with contextlib.suppress(Stopped):
-                        await run_or_stop(self._carry_out(names, stack, plan, spawn), self._interrupted)
+                        await run_or_stop(self._carry_out(names, stack, workflow, spawn), self._interrupted)
                     if self._interrupted.is_set():
                         raise Interrupted(self._exit_message)
                 finally:
@@ -190,9 +191,9 @@ class Supervisor:
                 loop.remove_signal_handler(number)
 
     async def _carry_out(
-        self, names: Sequence[str], stack: contextlib.AsyncExitStack, plan: Plan, spawn: Spawn
+        self, names: Sequence[str], stack: contextlib.AsyncExitStack, workflow: Workflow, spawn: Spawn
     ) -> None:
-        """Place all roles, start the supervisor's services, then the replicas, then `plan`. `stack` ends it all."""
+        """Place all roles, start the supervisor's services, then the replicas, then `workflow`. `stack` ends it all."""
         stack.enter_context(logged_to(self.run_dir / "logs" / "supervisor.log", "supervisor"))
         if isinstance(self.config.rollout.engine, Fake):
             self.view.event("rollout.engine.kind=fake is for fault injection: it is slow, and fails as configured")
@@ -245,7 +246,7 @@ class Supervisor:
             pair=access.pair,
         )
         self._workers = WorkerManager(
-            self._processes, self.launcher, self.view, environment, changing.set_workers, changing.require_room
+            self._processes, self.launcher, self.view, environment, changing.set_workers, changing.require_slots
         )
         self._processes.moved = functools.partial(self._moved, changing, replicas)
         live, workers = (changing, self._workers) if "buffer" in names else (None, None)
@@ -268,7 +269,7 @@ class Supervisor:
         replicas.names(len({replica_of(name) for name in engines}))
         await replicas.begin(engines, spawn)
         await replicas.attach(external)
-        await plan(spawn)
+        await workflow(spawn)
 
     def _context(self, sockets: Addresses) -> RunContext:
         """The context of roles; `sockets` are the supervisor's own."""

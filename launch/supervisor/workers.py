@@ -44,7 +44,7 @@ class WorkerManager(RolePool):
     view: View
     environment: Callable[[str, Placement], dict[str, str]]  # of a role with a placement
     changed: Callable[[tuple[str, ...]], Awaitable[None]]  # is told the names of the workers
-    require_room: Callable[[int], None] = lambda count: None  # raises ConfigError where so many workers are too many
+    require_slots: Callable[[int], None] = lambda count: None  # raises ConfigError where so many workers are too many
     gpus: int = 0
     placements: dict[str, Placement] = field(default_factory=dict)
     _next: int = 0
@@ -83,7 +83,7 @@ class WorkerManager(RolePool):
             raise ConfigError(
                 "workers can be added only while the run trains: after its first evaluation, before its last"
             )
-        self.require_room(len(self.placements) + count)
+        self.require_slots(len(self.placements) + count)
         return await super().add(count)
 
     async def start(self, name: str, placements: Mapping[str, Placement]) -> None:

@@ -1,5 +1,6 @@
-"""The weight between the policies that sampled and the policy at the start of the batch: what `learner.algorithm.correction` asks
-for. `auto` is `truncated` for losses around the proximal policy, else `none`; a comparison of two episodes needs none.
+"""The importance weight between the policies that sampled and the policy at the start of the batch: what
+`learner.algorithm.correction` asks for. `auto` is `truncated` for losses around the proximal policy, else `none`; a comparison of
+two episodes needs none.
 
 A loss around the proximal policy q assumes that q sampled its tokens; the importance weight q / b corrects that. With T trained
 tokens in the sequence, by `level`,
@@ -59,7 +60,8 @@ def correction_of(config: Algorithm) -> Correction:
 
     def correct(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         log_w = _log_weight(chosen.level, tokens)
-        weight = _held(log_w, chosen.bounds)  # where it counts and where it does not: what is dropped may be infinite
+        # Also where the weight does not count: what is dropped may be infinite.
+        weight = _clamped_weight(log_w, chosen.bounds)
         if isinstance(chosen, Truncated):
             return weight, torch.ones_like(tokens.selected)
         low, high = map(_log, chosen.bounds)
@@ -68,7 +70,7 @@ def correction_of(config: Algorithm) -> Correction:
         if isinstance(chosen, Rejected):
             outside = tokens.sequence_sum(outside.to(log_w.dtype)) > 0
             if chosen.weights is not None:
-                weight = _held(_log_weight(chosen.weights.level, tokens), chosen.weights.bounds)
+                weight = _clamped_weight(_log_weight(chosen.weights.level, tokens), chosen.weights.bounds)
         return torch.ones_like(weight) if own else weight, ~outside
 
     return correct
@@ -85,7 +87,7 @@ def _log_weight(level: Level, tokens: Tokens) -> torch.Tensor:
             return tokens.sequence_mean(ratio)
 
 
-def _held(log_w: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
+def _clamped_weight(log_w: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
     low, high = map(_log, bounds)
     return log_w.clamp(low, high).exp()
 

@@ -222,7 +222,7 @@ def batch_loss(
                 with torch.no_grad():
                     divergence = kl_estimate("k3", tokens.current, _reference(tokens))
                     sums["kl_reference"] = divergence.masked_fill(tokens.traced, 0.0).sum()
-            return LossOutput(loss_sum=loss_sum, sums=sums, tokens=_seen(tokens, weight, clipped, kept))
+            return LossOutput(loss_sum=loss_sum, sums=sums, tokens=_token_outputs(tokens, weight, clipped, kept))
 
         return of_row
 
@@ -258,7 +258,7 @@ def _report(tokens: Tokens, clipped: torch.Tensor, kept: torch.Tensor, stalest: 
 
 
 @torch.no_grad()
-def _seen(tokens: Tokens, weight: torch.Tensor, clipped: torch.Tensor, kept: torch.Tensor) -> TokenOutputs:
+def _token_outputs(tokens: Tokens, weight: torch.Tensor, clipped: torch.Tensor, kept: torch.Tensor) -> TokenOutputs:
     return TokenOutputs(
         log_ratio=(tokens.current - tokens.behavior).masked_fill(tokens.traced, -torch.inf),
         entropy=tokens.entropy.detach(),

@@ -1,4 +1,4 @@
-"""What a teacher says of the policy's own tokens: on-policy distillation (Lu et al. 2025, "On-policy distillation", Thinking
+"""On-policy distillation, by a teacher's log-probs of the policy's own tokens (Lu et al. 2025, "On-policy distillation", Thinking
 Machines Lab; the single-step part of MiniLLM, Gu et al. 2023, arXiv:2306.08543; GKD, Agarwal et al. 2023, arXiv:2306.13649).
 
 With the teacher f, the policy q at the start of the batch, the current policy p, and c the coefficient, at each token

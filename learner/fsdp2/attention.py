@@ -1,4 +1,4 @@
-"""Attention over packed rows, without padding and without a [N, N] mask.
+"""FSDP2's attention over packed rows, without padding and without a [N, N] mask.
 
     on CUDA, in half precision   one call of torch's FlashAttention (Dao 2023, arXiv:2307.08691) for all sequences
     soft caps, attention sinks   the scores of each sequence at once (`common/eager_attention.py`)

@@ -1,5 +1,5 @@
-"""Checkpoints in torch's distributed format (`learner/checkpoint.py`): the weights that are trained and their AdamW state as they
-were when `save` was called, by parameter name, so that any number of ranks can read them, however these divide experts."""
+"""FSDP2's checkpoints, in torch's distributed format (`learner/checkpoint.py`): the weights that are trained and their AdamW state
+as they were when `save` was called, by parameter name, so that any number of ranks can read them, however these divide experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks divide the experts of each layer, and rows travel to the ranks that have theirs.
+"""FSDP2's expert parallelism: ranks divide the experts of each layer, and rows travel to the ranks that have theirs.
 
     tokens --router--> one row for each choice --all-to-all--> rows of this rank's experts --their class--> outputs
                                                                                                               |

@@ -1,4 +1,4 @@
-"""Which rows of a parameter a rank holds, and from the rows of all ranks to the whole parameter, on rank 0 alone.
+"""Gathering FSDP2's parameters: which rows of one a rank holds, and the whole of it, from the rows of all ranks, on rank 0 alone.
 
     rank                    0     1     2     3        of a parameter of 8 rows
     rows                    01    23    45    67       sharded over all ranks, as `torch.chunk` cuts it

@@ -1,4 +1,4 @@
-"""The images of a row: what the vision tower sees of them, and at which positions the row's tokens are.
+"""The images of an FSDP2 row: what the vision tower sees of them, and at which positions the row's tokens are.
 
 Invariants:
 - An image that a row has several times is computed once; its gradient is that of all its places.
@@ -30,7 +30,7 @@ class RowImages:
     def load(self, row: MicroBatch, kept: torch.Tensor, device: torch.device) -> torch.Tensor:
         """int64[3, 1, M] on `device`: the positions of the tokens of `row` at `kept`, int64[M] and ascending, which the next pass
         computes. Make ready their images. Raises LearnerError: an image has other tokens than the trajectory says."""
-        self._tower.load(self._seen(row, kept, device))
+        self._tower.load(self._pass_images(row, kept, device))
         positions = [
             self._tower.positions(
                 row.token_ids[start:end],
@@ -48,7 +48,7 @@ class RowImages:
         except Exception as error:  # Pillow raises whatever a broken file makes its decoders raise; some are OSErrors
             raise LearnerError(f"the image {image.name} cannot be read: {error}") from error
 
-    def _seen(self, row: MicroBatch, kept: torch.Tensor, device: torch.device) -> PassImages | None:
+    def _pass_images(self, row: MicroBatch, kept: torch.Tensor, device: torch.device) -> PassImages | None:
         """The images at the tokens `kept`; None where there is none."""
         pixels, grids, firsts, read = list[torch.Tensor](), list[list[int]](), dict[str, int](), 0
         at, features = list[torch.Tensor](), list[torch.Tensor]()

@@ -1,4 +1,5 @@
-"""Liger kernels (Hsu et al. 2024, arXiv:2410.10989): norms, rotations and gates, each fused into one Triton kernel on CUDA.
+"""Liger kernels in FSDP2's models (Hsu et al. 2024, arXiv:2410.10989): norms, rotations and gates, each fused into one Triton
+kernel on CUDA.
 
 Invariants:
 - They replace the computation of a layer only: weights keep their names and shapes.

@@ -1,5 +1,5 @@
-"""Model families: the model built from a Hugging Face config, and its weights there and back. Configs have passed `fit.py`. Rotary
-frequencies are transformers' own, so that every static kind of scaling is the same there and here."""
+"""Megatron's model families: the model built from a Hugging Face config, and its weights there and back. Configs have passed
+`fit.py`. Rotary frequencies are transformers' own, so that every static kind of scaling is the same there and here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), with the parts of Megatron's that are not as transformers' here.
+"""Megatron's multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), with own parts where Megatron's differ from
+transformers'.
 
 Invariants:
 - Every tensor rank has the down projections whole, and computes them for its own tokens. Split by rows, as Megatron would have them

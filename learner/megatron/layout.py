@@ -1,6 +1,6 @@
-"""Which ranks have which part of a model: counted by tensor first, then context, then data, then pipeline. Ranks of one *data
-rank* share one copy of the model and take the same rows. Experts are split over the ranks of a stage, independently of the other
-splits."""
+"""Megatron's layout, which ranks have which part of a model: counted by tensor first, then context, then data, then pipeline. Ranks
+of one *data rank* share one copy of the model and take the same rows. Experts are split over the ranks of a stage, independently of
+the other splits."""
 
 from __future__ import annotations
 

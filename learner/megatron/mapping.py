@@ -1,4 +1,4 @@
-"""Which Hugging Face weights make up a Megatron parameter, and how it is split over tensor ranks: pure functions on tensors.
+"""Which Hugging Face weights make up a Megatron parameter, and how they are split over tensor ranks: pure functions on tensors.
 
 Names on the Megatron side carry *global* layer and expert numbers, so that they are the same in every layout. All families share
 one table.

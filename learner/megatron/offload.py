@@ -1,12 +1,12 @@
-"""AdamW in the host's memory (`learner.backend.options=[offload]`): the accelerator holds weights and gradients, the host holds
-float32 master weights and moments, and computes the step.
+"""Megatron's AdamW in the host's memory (`learner.backend.options=[offload]`): the accelerator holds weights and gradients, the
+host holds float32 master weights and moments, and computes the step.
 
 Megatron's own `HybridDeviceOptimizer` does not fit: it needs CUDA, it cannot load a checkpoint of float32 weights, and it makes
 moments only by a step with random gradients.
 
 Invariants:
 - The step is that of torch's fused AdamW. Norm and clipping of the gradient are computed before it, on the accelerator.
-- Each weight on the accelerator is its master weight, rounded once.
+- Each of the model's weights on the accelerator is its master weight on the host, rounded once.
 - The host has the gradients of two pieces at most: while it steps one, the next one's are on their way.
 """
 
@@ -24,12 +24,13 @@ PIECE = 1 << 22  # parameters that are copied and stepped together: 16 MiB of gr
 
 
 class _Piece(NamedTuple):
-    """At most `PIECE` neighbors of one shard: weights and gradient on the accelerator, the others float32 on the host."""
+    """At most `PIECE` neighbors of one shard: the model's weights and their gradient on the accelerator, the others float32 on the
+    host."""
 
     group: Mapping[str, Any]
-    weights: torch.Tensor
+    model_weights: torch.Tensor
     gradient: torch.Tensor
-    master: torch.Tensor
+    master_weights: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
@@ -38,7 +39,7 @@ class _Staging(NamedTuple):
     """Host memory that the accelerator copies to and from by itself, for the gradient and the weights of one piece."""
 
     gradient: torch.Tensor
-    weights: torch.Tensor
+    model_weights: torch.Tensor
 
 
 class HostAdamW:
@@ -74,14 +75,14 @@ class HostAdamW:
             group["step"] += 1
         ahead = deque[tuple[_Piece, _Staging, Any]]()  # and the event after its copy, on an accelerator
         for piece, staging in zip(self._pieces(), itertools.cycle(self._staging), strict=False):
-            staging.gradient[: len(piece.weights)].copy_(piece.gradient, non_blocking=True)
+            staging.gradient[: len(piece.model_weights)].copy_(piece.gradient, non_blocking=True)
             ahead.append(
-                (piece, staging, torch.cuda.current_stream().record_event() if piece.weights.is_cuda else None)
+                (piece, staging, torch.cuda.current_stream().record_event() if piece.model_weights.is_cuda else None)
             )
             if len(ahead) == len(self._staging):
-                _finish(*ahead.popleft())
+                _step_piece(*ahead.popleft())
         while ahead:
-            _finish(*ahead.popleft())
+            _step_piece(*ahead.popleft())
 
     def get_unscaled_state(self, shard: torch.Tensor, name: str) -> torch.Tensor:
         return self.state[shard][name]
@@ -116,14 +117,14 @@ class HostAdamW:
                     yield _Piece(group, *parts)
 
 
-def _finish(piece: _Piece, staging: _Staging, arrived: torch.cuda.Event | None) -> None:
+def _step_piece(piece: _Piece, staging: _Staging, arrived: torch.cuda.Event | None) -> None:
     """Step `piece`, whose gradient is in `staging` once `arrived`, and begin to copy its weights to the accelerator. Weights of an
     earlier piece have left this staging: their copy was put on the stream before that of this gradient."""
     if arrived is not None:
         arrived.synchronize()
-    group, size = piece.group, len(piece.weights)
+    group, size = piece.group, len(piece.model_weights)
     adamw(
-        [piece.master],
+        [piece.master_weights],
         [staging.gradient[:size]],
         [piece.exp_avg],
         [piece.exp_avg_sq],
@@ -138,8 +139,8 @@ def _finish(piece: _Piece, staging: _Staging, arrived: torch.cuda.Event | None) 
         eps=group["eps"],
         maximize=False,
     )
-    staging.weights[:size].copy_(piece.master)
-    piece.weights.copy_(staging.weights[:size], non_blocking=True)
+    staging.model_weights[:size].copy_(piece.master_weights)
+    piece.model_weights.copy_(staging.model_weights[:size], non_blocking=True)
 
 
 def move_to_host(optimizers: Sequence[Any]) -> None:

@@ -1,5 +1,5 @@
-"""Router replay in Megatron's models, through the place that its routers have for one (`RouterReplay` of megatron-core). The
-weights stay those that a router computes, here as where it chooses itself.
+"""Router replay in Megatron's models, through `RouterReplay` of megatron-core, which its routers accept. The weights stay those
+that a router computes, here as where it chooses itself.
 
 Invariants:
 - Where activations are recomputed, a layer runs without a gradient first, and once more in the backward pass, when later passes

@@ -1,4 +1,4 @@
-"""Packed rows as one rank sees them.
+"""Megatron's packed rows as one rank sees them.
 
 Context parallelism cuts every sequence into 2 x C chunks, of which rank r has chunks r and 2 C - 1 - r: causal attention is then as
 much work for one as for another ("zigzag", the order that TransformerEngine expects).
@@ -35,17 +35,17 @@ class LocalMicroBatch(msgspec.Struct, frozen=True):
 
 def padded_length(row: MicroBatch, unit: int, context: int) -> int:
     """L: a multiple of `unit`, which is one of 2 x `context` where that is above 1."""
-    total = sum(_up(end - start, _chunks(context)) for start, end in pairwise(row.cu_seqlens))
-    return _up(total, unit)
+    total = sum(_round_up(end - start, _chunks(context)) for start, end in pairwise(row.cu_seqlens))
+    return _round_up(total, unit)
 
 
 def local_row(row: MicroBatch, length: int, context: int, rank: int) -> LocalMicroBatch:
     cuts, origin = [0], []
     for start, end in pairwise(row.cu_seqlens):
-        padding = _up(end - start, _chunks(context)) - (end - start)
+        padding = _round_up(end - start, _chunks(context)) - (end - start)
         origin += [*range(start, end), *[-1] * padding]
         cuts.append(len(origin))
-    filler = _up(FILLER, _chunks(context))
+    filler = _round_up(FILLER, _chunks(context))
     cuts += [*range(cuts[-1] + filler, length, filler), length] if cuts[-1] < length else []
     origin += [-1] * (length - len(origin))
     here = torch.tensor(origin)[zigzag(tuple(cuts), context, rank)]
@@ -83,5 +83,5 @@ def _chunks(context: int) -> int:
     return 2 * context if context > 1 else 1
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

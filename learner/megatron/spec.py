@@ -1,4 +1,4 @@
-"""What a layer is made of: TransformerEngine's modules on CUDA in bfloat16, elsewhere Megatron's own, with a norm and an attention
+"""Megatron's layer specs: TransformerEngine's modules on CUDA in bfloat16, elsewhere Megatron's own, with a norm and an attention
 from here. TransformerEngine multiplies float32 matrices in TF32, and before 2.11 it has no float32 attention over packed rows. Its
 layers norm their input themselves, which adapters beside them would do once more: adapted models have Megatron's own."""
 

@@ -1,4 +1,4 @@
-"""What a run recorded, as the few numbers that rules look at.
+"""The evidence of `slipstream explain`: what a run recorded, as the few numbers that rules read.
 
     profile (measured figures)      metrics.jsonl      trajectories of buffer.sqlite      series/worker-*.jsonl
          └──────────────────────────────┴──────────────────────┴──────────────────────────────┴──> Evidence

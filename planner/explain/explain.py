@@ -1,4 +1,4 @@
-"""From the folder of a run to what to change in it.
+"""`slipstream explain`: from the folder of a run to what to change in it.
 
     rows ──> alerts ──any but an idle side──> mend that first
                 └──none──> profile, evidence ──> suspicions of the rules ──> gains by simulation ──> findings

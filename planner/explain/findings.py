@@ -1,4 +1,4 @@
-"""What `slipstream explain` says: findings with their evidence, a change, and what it gains. Structs only."""
+"""The findings of `slipstream explain`: each with its evidence, a change, and the gain of the change. Structs only."""
 
 from __future__ import annotations
 

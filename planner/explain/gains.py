@@ -1,4 +1,4 @@
-"""What changes gain: the run's profile, simulated with and without them over the same seeds.
+"""The gains of the changes that `slipstream explain` names: the run's profile, simulated with and without them over the same seeds.
 
     the run's own settings ──> does the simulation meet the run's cycle? ──no──> no gain is claimed
     each candidate         ──> relative to that, seed by seed: mean and 95 % interval (Student's t)
@@ -97,7 +97,7 @@ class GainSimulator:
                 return finding_of(suspicion, candidate)
             if (figures := self.figures(candidate)) is not None:
                 tried.append((candidate, self.gain(candidate, figures), figures))
-                if suspicion.aim in ("none", "fresh", "staleness") and self._enough(suspicion, *tried[-1][1:]):
+                if suspicion.aim in ("none", "fresh", "staleness") and self._gains_enough(suspicion, *tried[-1][1:]):
                     return finding_of(suspicion, candidate, tried[-1][1])  # the preferred one is good enough
         if suspicion.aim == "tokens" and tried:
             best = max(gain.trained_tokens_per_s.mean for _, gain, _ in tried)
@@ -109,7 +109,7 @@ class GainSimulator:
             return None
         return finding_of(suspicion, None if suspicion.otherwise else suspicion.candidates[0])
 
-    def _enough(self, suspicion: Suspicion, gain: Gain, figures: Sequence[RunFigures]) -> bool:
+    def _gains_enough(self, suspicion: Suspicion, gain: Gain, figures: Sequence[RunFigures]) -> bool:
         if suspicion.aim == "fresh":
             return statistics.fmean(one.tokens_by_staleness.get(0, 0.0) for one in figures) >= FRESH
         if suspicion.aim == "staleness":

@@ -1,4 +1,4 @@
-"""The rules: from the evidence to what may be wrong, and what to try against it. Pure.
+"""The rules of `slipstream explain`: from the evidence to what may be wrong, and what to try against it. Pure.
 
     Evidence ──> each rule ──> Suspicion: what is wrong, its evidence, and changes that might help, the best first
 
@@ -57,7 +57,7 @@ def _measured(e: Evidence, *named: tuple[str, float] | tuple[str, float, Unit]) 
     return tuple(Measurement(one[0], one[1], e.window, *one[2:]) for one in named)
 
 
-def _sides(e: Evidence) -> tuple[tuple[str, float], tuple[str, float]]:
+def _idle_shares(e: Evidence) -> tuple[tuple[str, float], tuple[str, float]]:
     return ("learner waits", e.measured.learner_wait), ("slots empty", e.measured.rollout_idle)
 
 
@@ -125,7 +125,7 @@ def alike(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion | N
 
 
 def slow_environment(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion | None:
-    wait, empty = _sides(e)
+    wait, empty = _idle_shares(e)
     if e.measured.learner_wait <= WAITS or e.environment <= WAITING:
         return None
     tool = (
@@ -175,7 +175,7 @@ def full_cache(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicio
         rule="full_cache",
         text="the KV caches are full before the servers decode what they may",
         evidence=_measured(
-            e, _sides(e)[0], ("cache in use", e.kv), ("slots, of the sequences that may be decoded", played)
+            e, _idle_shares(e)[0], ("cache in use", e.kv), ("slots, of the sequences that may be decoded", played)
         ),
         candidates=(Candidate(f"rollout.engine.memory={larger}"),),
         aim="none",
@@ -193,7 +193,7 @@ def full_worker(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspici
     return Suspicion(
         rule="full_worker",
         text="a worker's process computes all the time: it renders messages and follows episodes on one core",
-        evidence=_measured(e, _sides(e)[0], ("CPU of a worker", e.worker_cpu)),
+        evidence=_measured(e, _idle_shares(e)[0], ("CPU of a worker", e.worker_cpu)),
         candidates=(Candidate(f"rollout.workers={workers + 1}"),),
         aim="none",
     )
@@ -210,7 +210,7 @@ def more_sequences(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Susp
     return Suspicion(
         rule="more_sequences",
         text=f"the learner waits for servers that decode {now} sequences at once, and could decode more",
-        evidence=_measured(e, _sides(e)[0], ("sequences decoded, of those allowed", e.full)),
+        evidence=_measured(e, _idle_shares(e)[0], ("sequences decoded, of those allowed", e.full)),
         candidates=tuple(Candidate(override, (override,)) for override in overrides),
     )
 
@@ -224,7 +224,7 @@ def more_replicas(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspi
     return Suspicion(
         rule="more_replicas",
         text="the learner waits for servers that are full",
-        evidence=_measured(e, _sides(e)[0], ("sequences decoded, of those allowed", e.full)),
+        evidence=_measured(e, _idle_shares(e)[0], ("sequences decoded, of those allowed", e.full)),
         candidates=(Candidate(override, (override,)),),
         cost="devices",
     )
@@ -239,7 +239,7 @@ def more_ranks(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicio
     return Suspicion(
         rule="more_ranks",
         text="slots stand empty while the learner is busy",
-        evidence=_measured(e, *_sides(e)),
+        evidence=_measured(e, *_idle_shares(e)),
         candidates=tuple(Candidate(override, (override,)) for override in overrides),
         cost="devices",
     )
@@ -262,7 +262,7 @@ def other_split(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspici
     return Suspicion(
         rule="other_split",
         text=f"{text}, and no device is free",
-        evidence=_measured(e, *_sides(e)),
+        evidence=_measured(e, *_idle_shares(e)),
         candidates=(Candidate(" ".join(overrides), overrides),),
     )
 
@@ -278,7 +278,7 @@ def lower_bound(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspici
     return Suspicion(
         rule="lower_bound",
         text="the learner never waits, and its tokens are as old as they may be",
-        evidence=_measured(e, ("staleness", m.staleness, "versions"), ("bound", bound, "versions"), *_sides(e)),
+        evidence=_measured(e, ("staleness", m.staleness, "versions"), ("bound", bound, "versions"), *_idle_shares(e)),
         candidates=tuple(_bounds(sorted(one for one in tried if 0 <= one < bound))),
         aim="staleness",
     )
@@ -294,7 +294,7 @@ def higher_bound(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspic
         text="each side waits for the other: a batch takes longer to play than the bound allows the learner to go on without it",
         evidence=_measured(
             e,
-            *_sides(e),
+            *_idle_shares(e),
             ("playing a batch", guess.rollout_s, "s"),
             ("a step and its push", guess.learner_s, "s"),
         ),
@@ -311,7 +311,7 @@ def long_tail(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion
     return Suspicion(
         rule="long_tail",
         text=f"for {share(e.tail)} of its time a group waits for the last of its members",
-        evidence=_measured(e, _sides(e)[0], ("last members' share of a group's time", e.tail)),
+        evidence=_measured(e, _idle_shares(e)[0], ("last members' share of a group's time", e.tail)),
         candidates=(Candidate(override, (override,)),),
         cost="age",
     )

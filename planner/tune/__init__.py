@@ -1,1 +1,1 @@
-"""Which settings are worth a real probe, and which of those that were probed is the one to take. Pure."""
+"""The search of `slipstream tune`: which settings are worth a real probe, and which of the probed ones to take. Pure."""

@@ -1,4 +1,4 @@
-"""Points as a user compares them, the frontier, and the one to take. Pure.
+"""The choice of `slipstream tune`: points as a user compares them, the frontier, and the point to take. Pure.
 
 Invariants:
 - The choice trains the most tokens per second of all whose effective sample size (ess) stays above `FRESH` at every staleness;

@@ -1,4 +1,4 @@
-"""How the minutes are spent: successive halving of the points that simulation puts in front. Pure.
+"""How `slipstream tune` spends its minutes: successive halving of the points that simulation puts in front. Pure.
 
     8 points, 6 steps each ──the better half──> 4 points, 12 steps ──the better two──> 24 steps: A, B, and A again
     up to 4 points, 6 steps each ─────────────the better two──────────────> 12 steps: A, B, and A again

@@ -1,4 +1,4 @@
-"""When a run's staleness bound moves while the run goes on. Pure.
+"""When `slipstream tune RUN --live` moves the staleness bound of a run that goes on. Pure.
 
     rows of 10 steps ──> the learner waits > 10 %, the tokens are fresh (ess > 0.9)                     ──> bound + 1
                     └──> it waits < 3 %, tokens are as old as they may be, simulated loss < 3 %          ──> bound - 1

@@ -1,4 +1,5 @@
-"""What simulations get wrong, learned from probes: log(measured / simulated) as a sum over what a point changes. Pure.
+"""The residual of simulations, learned from the probes of `slipstream tune`: log(measured / simulated) as a sum over what a point
+changes. Pure.
 
     log residual  =  common  +  sum over knobs of slope x log2((1 + value) / (1 + own value))
 

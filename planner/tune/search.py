@@ -1,4 +1,4 @@
-"""What a search knows: points that were simulated, those that were probed, and what follows for the others. Pure.
+"""The state of a search of `slipstream tune`: simulated points, probed points, and what follows for the others. Pure.
 
     simulated figures ──x residual of the probes──> expected ratings ──> which to probe next
     probes            ──────────────────────────> measured ratings ──> which go on, and the one to take

@@ -1,4 +1,4 @@
-"""The settings that a search looks at: values of each knob, all combinations, and those that arithmetic leaves. Pure.
+"""The search space of `slipstream tune`: values of each knob, all combinations, and those that arithmetic leaves. Pure.
 
     knobs ──values──> grid ──closed form──> prune ──> points that are worth a simulation
 

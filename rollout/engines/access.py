@@ -1,15 +1,15 @@
-"""Who may use an inference server: two tokens, checked on every path of every kind of server, and its certificate.
+"""Who may use an inference server of the rollouts: two access tokens, checked on every path of every kind, and its certificate.
 
-    supervisor: makes the tokens ──guarded RPC──> engine: its private folder ──> guard in front of every route
-                      └───────guarded RPC───> workers: the token for completions; learner: both ──> `Authorization: Bearer`
+    supervisor: makes the access tokens ──guarded RPC──> engine: its private folder ──> guard in front of every route
+                      └───────guarded RPC───> workers: the request token; learner: both ──> `Authorization: Bearer`
 
 Invariants:
-- No path answers without a token, health and metrics included. The servers' own options leave paths open: vLLM's key those for
-  pauses, weights, health and metrics, SGLang's those for health and metrics.
-- The token for requests opens `REQUEST_PATHS` only, the one for control every path.
-- Tokens are in files of mode 0600, never in a command line or in an environment.
+- No path answers without an access token, health and metrics included. The servers' own options leave paths open: vLLM's key
+  those for pauses, weights, health and metrics, SGLang's those for health and metrics.
+- The request token opens `REQUEST_PATHS` only. The control token opens every path: pauses and weight pushes, too.
+- Access tokens are in files of mode 0600, never in a command line or in an environment.
 - A client that was given a certificate talks to the server that has it, and to no other.
-- A server that `slipstream serve` started says at `DESCRIPTION_PATH`, to who has its token for control, what it was started for.
+- A server that `slipstream serve` started says at `DESCRIPTION_PATH`, to a client with its control token, what it was started for.
 - This file is imported by servers of other libraries: it needs nothing but msgspec.
 """
 
@@ -46,15 +46,15 @@ OK, UNAUTHORIZED, FORBIDDEN = 200, 401, 403
 class ServerAccess(msgspec.Struct, frozen=True):
     """What a client, or the server itself, is given. Empty where the server is open: in tests and benchmarks on one host."""
 
-    request: str = ""  # the token for `REQUEST_PATHS`
-    control: str = ""  # the token for all paths
+    request: str = ""  # the access token for `REQUEST_PATHS`
+    control: str = ""  # the access token for all paths
     certificate: str = ""  # SHA-256 of the server's TLS certificate, in hex
     others: dict[
         str, ServerAccess
     ] = {}  # what opens the servers of a run that others started, by the name of the replica
 
     def __repr__(self) -> str:
-        return "ServerAccess(...)"  # logs must not show the tokens
+        return "ServerAccess(...)"  # logs must not show the access tokens
 
     @property
     def headers(self) -> dict[str, str]:

@@ -282,7 +282,7 @@ class CompletionStream(ABC):
         self.logprobs: list[float] = []
         self.spans: Sequence[OutputSpan] | None = None
         self.cached: int | None = None  # tokens of the prompt that the server had in its prefix cache, where it says so
-        self._asked, self._sent = time.time(), time.perf_counter()
+        self._sent_time, self._sent = time.time(), time.perf_counter()  # of the clock of the host; monotonic
         self._first: float | None = None
         self._last = self._sent
 
@@ -360,9 +360,15 @@ class CompletionStream(ABC):
         return record(self.engine.name, self.experts, start, self._prompt + end, whole=finish != "abort")
 
     def _timing(self) -> RequestTiming | None:
-        """None before the first token."""
+        """None before the first token. The replica's name is that of its engine client; the router adds its own queue."""
         if self._first is None:
             return None
-        first_s, decode_s = self._first - self._sent, self._last - self._first
-        replica, temperature = self.engine.name, self.sampling.temperature
-        return RequestTiming(self._asked, 0.0, first_s, decode_s, self.cached, replica, temperature)
+        return RequestTiming(
+            asked=self._sent_time,
+            queued_s=0.0,
+            first_s=self._first - self._sent,
+            decode_s=self._last - self._first,
+            cached=self.cached,
+            replica=self.engine.name,
+            temperature=self.sampling.temperature,
+        )

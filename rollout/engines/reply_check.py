@@ -1,4 +1,4 @@
-"""What a replica may answer: each completion is checked where it arrives, before any of its tokens counts.
+"""Checks of what a replica answers: each completion is checked where it arrives, before any of its tokens counts.
 
     chunks ──> CompletionStream ──> check_completion (request, vocabulary) ──> VersionClock (does this version exist?) ──> caller
 

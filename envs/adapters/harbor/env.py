@@ -1,11 +1,11 @@
 """Tasks in Harbor's format, played in our sandbox: the policy has a shell in the folder of the task, and tests score what it left.
 
 Invariants:
-- Commands that fail, hang or end the sandbox are told to the policy. A sandbox that was ended makes place for a new one, as at the
+- The policy reads which of its commands failed, hung or ended the sandbox. Its next command then runs in a new sandbox, as at the
   start of the task.
-- A message without a call ends the work, as `max_turns` does: both are scored (`boxes.py`).
-- An agent that works in a folder of its own (`agent.kind: command`) gets the files of the task's folder and is scored by those that
-  it left, unless it called the tool.
+- A message without a call ends the work, as `max_turns` does: both are scored (`sandboxes.py`).
+- An agent that works in a folder of its own (`agent.kind: command`) gets the files of the task's folder and is scored by the
+  files that it left there, unless it called the tool.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...sandbox.local import SPARE
 from ...simple import SimpleEnv, Split
 from ...tools import call_tool
 from ..turns import turn_metrics
-from .boxes import Files, TaskBoxes
+from .sandboxes import Files, TaskSandboxes
 from .tasks import HarborTask, below_home, links_of, read_tasks
 
 
@@ -57,7 +57,9 @@ class HarborEnv(SimpleEnv):
         )
         self._links = links_of(tasks)
         self._make_pool()  # where no sandbox can show its folders, that is said now
-        self._boxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, TaskBoxes] = weakref.WeakKeyDictionary()
+        self._sandboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, TaskSandboxes] = (
+            weakref.WeakKeyDictionary()
+        )
         self._shell: TaskShell | None = None
 
     def __len__(self) -> int:
@@ -69,13 +71,13 @@ class HarborEnv(SimpleEnv):
         return Task(f"{self.name}-{self.split}-{name}", {"task": name})
 
     async def reset(self, task: Task) -> Observation:
-        self._turns = self._calls = self._invalid = 0
+        self._turns = self._calls = self._invalid_calls = 0
         if task.payload["task"] not in self._tasks:
             raise EnvError(f"{self.config.path} has no task {task.payload['task']!r} here")
         self._current = self._tasks[task.payload["task"]]
-        boxes = self._boxes_of_loop()
-        await boxes.proved(self._current)
-        self._shell = TaskShell(boxes, self._current)
+        sandboxes = self._sandboxes_of_loop()
+        await sandboxes.proved(self._current)
+        self._shell = TaskShell(sandboxes, self._current)
         self._start = await self._shell.start()
         folder = below_home(self._current.recipe.workdir)
         self._prefix = "" if folder == "." else f"{folder}/"
@@ -89,54 +91,54 @@ class HarborEnv(SimpleEnv):
     async def step(self, message: Message) -> StepResult:
         self._turns += 1
         if message.malformed or message.tool_calls:
-            replies = await self._answers(message)
+            tool_replies = await self._call_tools(message)
             if self._turns < self.config.max_turns:
-                return StepResult(replies, metrics=self._metrics())
-            return await self._scored(replies, await self._left(), truncated=True)
+                return StepResult(tool_replies, metrics=self._metrics())
+            return await self._score(tool_replies, await self._policy_files(), truncated=True)
         if message.files is not None and not self._calls:
             files = {f"{self._prefix}{file.path}": file.content for file in message.files}
         else:
-            files = await self._left()
-        return await self._scored((), files, truncated=False)
+            files = await self._policy_files()
+        return await self._score((), files, truncated=False)
 
     async def close(self) -> None:
         if self._shell is not None:
             await self._shell.close()
 
-    async def _answers(self, message: Message) -> tuple[Message, ...]:
+    async def _call_tools(self, message: Message) -> tuple[Message, ...]:
         assert self._shell is not None  # reset has made it
         if message.malformed:
-            self._invalid += 1
+            self._invalid_calls += 1
             return (Message("user", f"error: {message.malformed}"),)
-        replies: list[Message] = []
+        tool_replies: list[Message] = []
         for call in message.tool_calls:
             reply, valid = await call_tool({self._shell.name: self._shell.tool}, call)
             self._calls += 1
-            self._invalid += not valid
-            replies.append(reply)
-        return tuple(replies)
+            self._invalid_calls += not valid
+            tool_replies.append(reply)
+        return tuple(tool_replies)
 
-    async def _left(self) -> Files:
-        """What the policy has made; the task's start where its last command has ended the sandbox. Its sandbox is closed."""
+    async def _policy_files(self) -> Files:
+        """Close the policy's sandbox; the files in it, or those of the task's start where the policy's last command ended it."""
         assert self._shell is not None
-        box = self._shell.box
-        files = None if box is None else await self._boxes_of_loop().files_of(box)
+        sandbox = self._shell.sandbox
+        files = None if sandbox is None else await self._sandboxes_of_loop().files_of(sandbox)
         await self._shell.close()
         return self._start if files is None else files
 
-    async def _scored(self, replies: tuple[Message, ...], files: Files, *, truncated: bool) -> StepResult:
-        score = await self._boxes_of_loop().score(self._current, files)
+    async def _score(self, tool_replies: tuple[Message, ...], files: Files, *, truncated: bool) -> StepResult:
+        score = await self._sandboxes_of_loop().score(self._current, files)
         metrics = score.metrics | self._metrics()
-        return StepResult(replies, score.reward or 0.0, done=True, truncated=truncated, metrics=metrics)
+        return StepResult(tool_replies, score.reward or 0.0, done=True, truncated=truncated, metrics=metrics)
 
     def _metrics(self) -> dict[str, float]:
-        return turn_metrics(self._turns, self._invalid) | {"tool_calls": float(self._calls)}
+        return turn_metrics(self._turns, self._invalid_calls) | {"tool_calls": float(self._calls)}
 
-    def _boxes_of_loop(self) -> TaskBoxes:
+    def _sandboxes_of_loop(self) -> TaskSandboxes:
         loop = asyncio.get_running_loop()
-        if loop not in self._boxes:
-            self._boxes[loop] = TaskBoxes(self._make_pool(), self.config.verifier_s)
-        return self._boxes[loop]
+        if loop not in self._sandboxes:
+            self._sandboxes[loop] = TaskSandboxes(self._make_pool(), self.config.verifier_s)
+        return self._sandboxes[loop]
 
     def _make_pool(self) -> LocalPool:
         return LocalPool(self._limits, spare=SPARE, packages=self.config.packages, links=self._links)
@@ -145,23 +147,23 @@ class HarborEnv(SimpleEnv):
 class TaskShell(ShellTool):
     """The tool `shell` of an episode, in sandboxes at the start of its task."""
 
-    def __init__(self, boxes: TaskBoxes, task: HarborTask) -> None:
-        super().__init__(boxes.pool)
-        self.box: LocalSandbox | None = None
-        self._boxes, self._task = boxes, task
+    def __init__(self, sandboxes: TaskSandboxes, task: HarborTask) -> None:
+        super().__init__(sandboxes.pool)
+        self.sandbox: LocalSandbox | None = None
+        self._sandboxes, self._task = sandboxes, task
 
     async def start(self) -> Files:
-        """Open it, and return the files of the task's start. Raises EnvError, ToolError."""
+        """Open the first sandbox, and return the files in it at the start of the task. Raises EnvError, ToolError."""
         self._session = session = await self._open()
-        return await self._boxes.files_of(session.sandbox) or {}
+        return await self._sandboxes.files_of(session.sandbox) or {}
 
     async def close(self) -> None:
-        self.box = None
+        self.sandbox = None
         await super().close()
 
     async def _open(self) -> ShellSession:
-        box = await self._boxes.open(self._task)
-        session = ShellSession(box)
+        sandbox = await self._sandboxes.open(self._task)
+        session = ShellSession(sandbox)
         recipe = self._task.recipe
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in recipe.environ.items())
         try:
@@ -173,5 +175,5 @@ class TaskShell(ShellTool):
         if not ran.ok:
             await session.close()
             raise EnvError(f"{self._task.folder}: its folder {recipe.workdir} cannot be entered: {ran.stderr.strip()}")
-        self.box = box
+        self.sandbox = sandbox
         return session

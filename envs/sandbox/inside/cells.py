@@ -1,4 +1,4 @@
-"""Runs cells of Python one after another, in one namespace: what a cell defines, the next ones see.
+"""Inside a sandbox, runs cells of Python one after another, in one namespace: what a cell defines, the next ones see.
 
 Cells run in this very process and may do with it as they like, its answers included; the host takes them as the policy's
 word. What they and their children print goes to a file without a name that is read back after each cell. The text of framing.py

@@ -1,5 +1,5 @@
-"""Runs commands one after another, and reads and writes files, as the host asks on the socket that is its stdin and stdout. The
-texts of framing.py and execute.py stand before this one.
+"""Inside a sandbox, runs commands one after another, and reads and writes files, as the host asks on the socket that is its stdin
+and stdout. The texts of framing.py and execute.py stand before this one.
 
 The process that runs this is out of reach of the commands (see `seccomp.protecting` and `inside/confine.py`), and not dumpable, so
 they cannot read or write its memory. When the host ends, so do the command that runs and this process.

@@ -1,4 +1,4 @@
-"""Confines this process by Landlock and seccomp, and what runs in it after this text: commands.py or cells.py.
+"""Inside a sandbox, confines this process by Landlock and seccomp, and what runs in it after this text: commands.py or cells.py.
 
 With commands, each command enters a second domain from which it cannot signal this process. Cells run in this process, so
 it is forked first: the parent, out of their reach, kills them when the host ends.

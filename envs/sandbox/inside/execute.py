@@ -1,4 +1,4 @@
-"""Runs a command, and reads and writes files. What follows this text calls these functions.
+"""Inside a sandbox, runs a command, and reads and writes files. What follows this text calls these functions.
 
 It sets WAKE to what `listen_for_ends` returns, and defines `end_others`, which kills what a command has left. It may define two
 more: `before_exec`, what a command's process does before it becomes the command, and `beyond`, which limit the processes of the

@@ -1,5 +1,5 @@
-"""Requests of the host, marshalled tuples, and answers to it, lists of bytes: both are framed by their length, and so is each part
-of an answer. The text of this file stands before that of a program that uses it."""
+"""The frames between the host and a program inside a sandbox. Requests are marshalled tuples, answers are lists of bytes: both are
+framed by their length, and so is each part of an answer. The text of this file stands before that of a program that uses it."""
 
 import marshal
 import os

@@ -164,7 +164,7 @@ def middleware(faults: FaultInjector) -> Middleware:
         if fault is not None and fault.do == "refuse":
             return web.Response(status=500, text=f"scripted fault: refused at {fault.at} {fault.nth}")
         if fault is not None and fault.do == "lie":
-            return await _lie(request, fault)
+            return await _answer_falsely(request, fault)
         if fault is not None and fault.do == "delay":
             await asyncio.sleep(fault.seconds)
         return await handler(request)
@@ -178,7 +178,7 @@ async def _point(request: web.Request) -> str | None:
     return POINTS.get(request.path)
 
 
-async def _lie(request: web.Request, fault: Fault) -> web.Response:
+async def _answer_falsely(request: web.Request, fault: Fault) -> web.Response:
     if fault.at not in ("generate", "score"):
         return web.json_response({"message": "done"})
     asked = msgspec.json.decode(await request.read(), type=GenerateRequest)

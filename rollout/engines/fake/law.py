@@ -1,4 +1,5 @@
-"""How long an emulated engine takes: a law in place of a model's forward passes, for benchmarks of what surrounds them.
+"""The law of an emulated engine, which says how long it takes, in place of a model's forward passes, for benchmarks of what
+surrounds them.
 
 Invariants:
 - Without the environment variable nothing is emulated: a fake server computes its tokens.

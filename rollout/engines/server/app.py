@@ -98,10 +98,10 @@ class HttpApp:
             ]
         )
         app[ENGINE] = self._engine
-        app.cleanup_ctx.append(self._life)
+        app.cleanup_ctx.append(self._lifespan)
         return app
 
-    async def _life(self, app: web.Application) -> AsyncIterator[None]:
+    async def _lifespan(self, app: web.Application) -> AsyncIterator[None]:
         self._engine.start()
         yield
         await self._engine.close()

@@ -1,4 +1,5 @@
-"""The thread that owns the model: it steps the batch, and executes commands of the event loop between two steps.
+"""The thread of Slipstream's own server that owns the model: it steps the batch, and executes commands of the event loop between
+two steps.
 
     event loop ──commands (a queue)──> engine thread ──chunks (call_soon_threadsafe)──> one queue per request
 

@@ -1,4 +1,4 @@
-"""Drawing one token per sequence from a batch of logits.
+"""Sampling in Slipstream's own server: one token per sequence from a batch of logits.
 
 Invariants:
 - A log-prob is that of the distribution from which the token was sampled: after temperature, top-k and top-p, as vLLM's

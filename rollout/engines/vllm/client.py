@@ -1,6 +1,6 @@
 """Client of one server that speaks vLLM's HTTP protocol (vLLM 0.32 or newer, or Slipstream's own server).
 
-One push at a time: a swap loads the version received last.
+One weight push at a time: the swap of a push loads the version of the weights that the server received last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sandboxes of tasks in Harbor's format: one that the policy works in, and new ones in which what it left is scored.
+"""The sandboxes of tasks in Harbor's format: the policy works in one, and tests score the files that it left in new ones.
 
 Invariants:
 - Tests enter a sandbox only when the policy has finished, and never the one that it worked in. Only files are taken over, none of
@@ -45,7 +45,7 @@ class HarborScore(msgspec.Struct, frozen=True):
     printed: str
 
 
-class TaskBoxes:
+class TaskSandboxes:
     """The sandboxes of one event loop."""
 
     def __init__(self, pool: LocalPool, verifier_s: float) -> None:
@@ -55,18 +55,18 @@ class TaskBoxes:
 
     async def open(self, task: HarborTask) -> LocalSandbox:
         """A sandbox as the task's Dockerfile describes it. Raises EnvError: one of its instructions failed."""
-        box = await self.pool.open()
+        sandbox = await self.pool.open()
         try:
-            await self._prepare(box, task)
+            await self._prepare(sandbox, task)
         except BaseException:
-            await box.close()
+            await sandbox.close()
             raise
-        return box
+        return sandbox
 
     async def proved(self, task: HarborTask) -> None:
         """Return when the tests of this task have been seen to work here. Raises EnvError: they do not."""
         if task.name not in self._proofs:
-            self._proofs[task.name] = asyncio.create_task(self._prove(task), name=f"proof of {task.name}")
+            self._proofs[task.name] = asyncio.create_task(self._run_proof(task), name=f"proof of {task.name}")
         proof = self._proofs[task.name]
         try:
             await asyncio.shield(proof)
@@ -77,10 +77,10 @@ class TaskBoxes:
                 del self._proofs[task.name]
             raise
 
-    async def files_of(self, box: Sandbox) -> Files | None:
-        """What was left in a sandbox; None where it cannot be read, which is its program's doing. Raises ToolError."""
+    async def files_of(self, sandbox: Sandbox) -> Files | None:
+        """The policy's files in `sandbox`; None where they cannot be read, which is the policy's doing. Raises ToolError."""
         try:
-            found = await box.read_folder(".")
+            found = await sandbox.read_folder(".")
         except OSError:
             return None
         return _of_policy(found)
@@ -88,75 +88,77 @@ class TaskBoxes:
     async def score(self, task: HarborTask, files: Files) -> HarborScore:
         """Run the tests in a new sandbox with these files, but those that are no work of the policy. Raises ToolError."""
         tests = await in_thread(_contents, Path(task.folder, "tests"), TESTS)
-        box = await self.pool.open()
+        sandbox = await self.pool.open()
         try:
             try:
                 for path, content in (_of_policy(files) | tests).items():
-                    await box.write(path, content)
+                    await sandbox.write(path, content)
             except OSError as error:  # the policy's files and the tests together are more than the disk
                 return HarborScore(None, {}, f"its files cannot be copied: {error}")
             # What the policy has put among its user's packages is not imported by the tests.
             environ = task.recipe.environ | task.verifier_environ | {"PYTHONNOUSERSITE": "1"}
             seconds = min(task.verifier_s, self._verifier_s)
             argv = ("/bin/bash", "-c", VERIFY, "bash", task.recipe.workdir)
-            ran = await box.run(argv, wall_s=seconds, environ=environ)
+            ran = await sandbox.run(argv, wall_s=seconds, environ=environ)
             if ran.ended != "exited":
                 return HarborScore(None, {}, ending(ran, msgspec.structs.replace(self.pool.limits, wall_s=seconds)))
             for name in REWARDS:
                 try:
-                    written = await box.read(below_home(f"{LOGS}/verifier/{name}"))
+                    written = await sandbox.read(below_home(f"{LOGS}/verifier/{name}"))
                 except OSError:
                     continue
                 return _read_score(written, _tail(ran), is_json=name.endswith(".json"))
             return HarborScore(None, {}, f"they wrote no {LOGS}/verifier/reward.txt; {_tail(ran)}")
         finally:
-            await box.close()
+            await sandbox.close()
 
-    async def _prove(self, task: HarborTask) -> None:
-        box = await self.open(task)
+    async def _run_proof(self, task: HarborTask) -> None:
+        sandbox = await self.open(task)
         try:
             what = "its tests"
             if task.has_solution:
                 what = "its own solution"
-                await self._solve(box, task)
-            files = await self.files_of(box)
+                await self._solve(sandbox, task)
+            files = await self.files_of(sandbox)
         finally:
-            await box.close()
+            await sandbox.close()
         score = await self.score(task, files or {})
         if score.reward is None or (task.has_solution and score.reward <= 0):
             earned = "no reward from 0 to 1" if score.reward is None else "0"
             raise EnvError(f"{task.folder} cannot be played in this sandbox: {what} earned {earned}; {score.printed}")
 
-    async def _solve(self, box: LocalSandbox, task: HarborTask) -> None:
+    async def _solve(self, sandbox: LocalSandbox, task: HarborTask) -> None:
         for path, content in (await in_thread(_contents, Path(task.folder, "solution"), SOLUTION)).items():
-            await box.write(path, content)
+            await sandbox.write(path, content)
         environ = task.recipe.environ | task.solution_environ
-        ran = await self._run(box, ("/bin/bash", f"{SOLUTION}/solve.sh"), task.recipe.workdir, environ)
+        ran = await self._run(sandbox, ("/bin/bash", f"{SOLUTION}/solve.sh"), task.recipe.workdir, environ)
         if ran.ended != "exited":
             raise EnvError(
                 f"{task.folder} cannot be played in this sandbox: its own solution was stopped; {_tail(ran)}"
             )
 
-    async def _prepare(self, box: LocalSandbox, task: HarborTask) -> None:
+    async def _prepare(self, sandbox: LocalSandbox, task: HarborTask) -> None:
         docker = Path(task.folder, "environment", "Dockerfile")
         for step in task.recipe.steps:
             if isinstance(step, RunStep):
-                ran = await self._run(box, step.argv, step.workdir, step.environ)
+                ran = await self._run(sandbox, step.argv, step.workdir, step.environ)
                 if not ran.ok:
                     raise EnvError(f"{docker}: line {step.line}: RUN failed in the sandbox; {_tail(ran)}")
                 continue
             for path, file in await in_thread(lambda step=step: list(copied(docker.parent, step))):
                 try:
-                    await box.write(below_home(path), await in_thread(file.read_bytes))
+                    await sandbox.write(below_home(path), await in_thread(file.read_bytes))
                 except OSError as error:
                     raise EnvError(
                         f"{docker}: line {step.line}: {path} cannot be copied into the sandbox: {error}"
                     ) from error
 
-    async def _run(self, box: Sandbox, argv: tuple[str, ...], workdir: str, environ: Mapping[str, str]) -> ExecResult:
+    async def _run(
+        self, sandbox: Sandbox, argv: tuple[str, ...], workdir: str, environ: Mapping[str, str]
+    ) -> ExecResult:
         """A program of the task's author, in a folder that is made."""
         command = ("/bin/bash", "-c", PREPARE, "bash", workdir, *argv)
-        return await box.run(command, wall_s=self._verifier_s, environ=environ)
+        return await sandbox.run(command, wall_s=self._verifier_s, environ=environ)
 
 
 def _of_policy(files: Files) -> dict[str, bytes]:
