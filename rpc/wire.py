@@ -207,7 +207,8 @@ class AsyncSocket:
 
     def receive(self) -> list[Frame] | None:
         """The next message; None when there is none."""
-        receive, frames = self._direct.recv, list[zmq.Frame]()
+        receive = self._direct.recv
+        frames: list[zmq.Frame] = []
         try:
             while not frames or frames[-1].more:  # `recv_multipart` asks the socket each time
                 frames.append(receive(NOBLOCK, copy=False))
