@@ -383,7 +383,7 @@ class Router:
 
     def _describe(self) -> str:
         states = [
-            f"{name} {'fails' if r.failed else r.info.state} at version {r.info.version} with {len(r.tokens)} requests"
+            f"{name} {'fails' if r.failed else r.info.state} at version {r.info.version} with {len(r.tokens_in_flight)} requests"
             for name, r in self._routing.replicas.items()
         ]
         known = ", ".join(states) or "none"

@@ -186,7 +186,7 @@ class RecordedRun(SimulatedRun):
                 replica=name,
                 prompt=request.context,
                 cached=cached,
-                tokens=request.sampled,
+                tokens=request.sampled_tokens,
                 queued_s=queued_s,
                 first_s=first_s,
             )
