@@ -129,7 +129,7 @@ SGLANG = ("test_rollout_sglang", "test_launch_train::test_a_run_on_every_kind_of
 FIRST = ("hosted", "vllm", "sglang", "test_envs_self_played", "test_launch_libraries", "test_launch_submit", "test_launch_shards",
          "test_images_runs", "test_packaging", "test_launch_ray", "test_launch_chaos", "test_launch_train",
          "test_learner_fsdp2_layouts", "test_learner_megatron", "test_learner_fsdp2", "test_launch_replicas", "test_learner_placed",
-         "test_launch_disk", "test_launch_placed", "test_launch_reward", "test_types", "transformers", "fake", "test_rollout_vllm",
+         "test_launch_disk", "test_launch_placed", "test_launch_reward", "transformers", "fake", "test_rollout_vllm",
          "test_weightsync_publisher", "test_rollout_fake", "test_planner_simulation")  # fmt: skip
 """Groups that take long begin first, so that no process is left with one at the end."""
 
@@ -150,7 +150,7 @@ def is_full(item: pytest.Item) -> bool:
 
 def group_of(nodeid: str) -> str:
     """What one process takes as a whole: all tests of a kind of server, which is started once; all runs over several hosts,
-    which share some; a file; or a single whole run."""
+    which share some, and the check of types, which computes beside them; a file; or a single whole run."""
     path, _, test = nodeid.partition("::")
     parameters = test.partition("[")[2]
     if "/conformance/" in path:
@@ -159,6 +159,8 @@ def group_of(nodeid: str) -> str:
     if "/hosted/" in path:
         return "hosted"
     stem = path.rpartition("/")[2].removesuffix(".py")
+    if stem == "test_types":
+        return "hosted"
     if stem in SGLANG or f"{stem}::{test}" in SGLANG:
         return "sglang"
     return f"{stem}::{test}" if stem in WHOLE_RUNS else stem

@@ -10,6 +10,13 @@ from slipstream.chaos.hosts import Hosts
 from slipstream.tests import forkgate
 
 
+@pytest.fixture(scope="package", autouse=True)
+def checked_meanwhile(request: pytest.FixtureRequest) -> None:
+    """These tests wait more than they compute: where the types are checked, too, that begins beside them."""
+    if any(item.path.stem == "test_types" for item in request.session.items):
+        request.getfixturevalue("type_checker")
+
+
 @pytest.fixture(scope="package")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Hosts of three CPUs each, which put the ranks of a learner on different ones: each is filled before the next. For runs one
