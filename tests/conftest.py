@@ -11,6 +11,8 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from typing import Any
 
     from renderers import Renderer
@@ -93,6 +95,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
     root = tmp_path_factory.mktemp("models")
     return [tiny.tiny_qwen3(root / f"m{seed}", seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="session")
+def type_checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The type checker, and what it says: it computes where nothing else wants to, beside the tests that come before its own."""
+    said = tmp_path_factory.mktemp("types") / "output"
+    with said.open("wb") as file:
+        checker = ["nice", "-n", "19", Path(sys.executable).with_name("basedpyright")]
+        process = subprocess.Popen(checker, cwd=ROOT.parent, stdout=file, stderr=file, start_new_session=True)
+    yield process, said
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture

@@ -66,12 +66,23 @@ STARTED_S = 120.0
 
 
 class ForkServer:
-    """The requester's end of one fork server."""
+    """The requester's end of one fork server, which `starting`, a command, may not have imported its image yet."""
 
-    def __init__(self, image: str, connection: socket.socket) -> None:
+    def __init__(self, image: str, connection: socket.socket, starting: Sequence[str] = ()) -> None:
         self.image = image
         self._connection = connection
+        self._starting = starting
         self._lock = threading.Lock()
+
+    def wait_started(self) -> None:
+        """Return as soon as it has imported its image."""
+        with self._lock:
+            if self._starting:
+                self._connection.settimeout(STARTED_S)
+                said = self._connection.recv(1)
+                assert said == b"+", f"the fork server of {self.image!r} did not start; run {self._starting} to see why"
+                self._connection.settimeout(None)
+                self._starting = ()
 
     def fork(self, request: Request, descriptors: Sequence[int]) -> int:
         """The id of the new process, a child of this one. Raises OSError where the fork server has ended."""
@@ -128,28 +139,38 @@ def _server(command: Sequence[str], environment: dict[str, str]) -> ForkServer |
     if not _root:
         return next((server for server in _servers.values() if image in ("ours", server.image)), None)
     if image not in _servers:
-        ours, theirs = socket.socketpair()
-        environment = {
-            **(environment if image == "sglang" else os.environ),
-            **OWN,
-            **(FROM_VLLM if image == "vllm" else {}),
-        }
-        command = [command[0], "-P", __file__, str(theirs.fileno()), image, " " * 4096]
-        # One that needs more than `ours` is forked from that, and imports the rest.
-        with contextlib.nullcontext() if image == "vllm" else disabled():
-            subprocess.Popen(
-                command,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        theirs.close()
-        ours.settimeout(STARTED_S)
-        assert ours.recv(1) == b"+", f"the fork server of {image!r} did not start; run {command[:5]} to see why"
-        ours.settimeout(None)
-        _servers[image] = ForkServer(image, ours)
+        _servers[image] = _start(image, command[0], environment)
+    _servers[image].wait_started()
     return _servers[image]
+
+
+def begin(command: Sequence[str], environment: dict[str, str]) -> None:
+    """Start the fork server of a command that comes later: what it imports until then, that command does not wait for."""
+    image = image_of(command, environment)
+    if image is not None and image not in _servers and installed():
+        _servers[image] = _start(image, command[0], environment)
+
+
+def _start(image: str, python: str, environment: dict[str, str]) -> ForkServer:
+    """A fork server of a process of the tests, which has begun to import its image."""
+    ours, theirs = socket.socketpair()
+    environment = {
+        **(environment if image == "sglang" else os.environ),
+        **OWN,
+        **(FROM_VLLM if image == "vllm" else {}),
+    }
+    command = [python, "-P", __file__, str(theirs.fileno()), image, " " * 4096]
+    # One that needs more than `ours` is forked from that, and imports the rest.
+    with contextlib.nullcontext() if image == "vllm" else disabled():
+        subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    theirs.close()
+    return ForkServer(image, ours, command[:5])
 
 
 def _ignored() -> tuple[int, ...]:

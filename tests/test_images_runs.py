@@ -103,14 +103,14 @@ def test_a_model_learns_to_count_what_a_tool_shows(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(ROOT)
     example, run = "examples/counting.yaml", tmp_path / "run"
     slipstream("init-model", str(tmp_path / "random"), "--config", example, HIDDEN)
-    few = ("sft.demonstrations=1024", HIDDEN)
+    few = ("sft.demonstrations=1024", "sft.epochs=1", HIDDEN)
     slipstream("sft", example, f"model.path={tmp_path / 'random'}", f"sft.out={tmp_path / 'model'}", *few)
     groups = ("buffer.groups_per_batch=8", "buffer.group_size=8", "buffer.max_staleness=0")
     steps = ("learner.steps=20", "learner.checkpoint_every=20")
     slipstream("train", example, f"model.path={tmp_path / 'model'}", f"run.dir={run}", *SMALL, *groups, *steps, HIDDEN)
     rows = metrics(run)
     rewards = [row["reward_mean"] for row in rows]
-    slope = np.polyfit(range(len(rewards)), rewards, 1)[0]  # about 0.02 a step, with an error of 0.004
+    slope = np.polyfit(range(len(rewards)), rewards, 1)[0]  # about 0.028 a step, with an error of 0.004
     assert slope > 0.008, rewards
     assert all(row["mismatch_max"] < 1e-3 for row in rows)
     files = list((run / "images").glob("*/*.png"))

@@ -123,13 +123,16 @@ KEPT = (r"test_(partial|pushes|deaths)::test_\w*(served|swap|new_server)\w*\b.*@
 WHOLE_RUNS = ("test_launch_train", "test_launch_replicas", "test_launch_dapo", "test_launch_withheld")
 """Files of which every test is long and shares nothing: each may go to another process."""
 
+IMPORTED = ("vllm", "sglang")
+"""Kinds of servers of which one process takes both: the second is imported beside the tests of the first."""
+
 SGLANG = ("test_rollout_sglang", "test_launch_train::test_a_run_on_every_kind_of_server[sglang]")
 """What starts SGLang's servers outside of the conformance suite: the process that has imported SGLang there takes it, too."""
 
-FIRST = ("hosted", "vllm", "sglang", "test_envs_self_played", "test_launch_libraries", "test_launch_submit", "test_launch_shards",
+FIRST = ("hosted", "imported", "test_envs_self_played", "test_launch_libraries", "test_launch_submit", "test_launch_shards",
          "test_images_runs", "test_packaging", "test_launch_ray", "test_launch_chaos", "test_launch_train",
          "test_learner_fsdp2_layouts", "test_learner_megatron", "test_learner_fsdp2", "test_launch_replicas", "test_learner_placed",
-         "test_launch_disk", "test_launch_placed", "test_launch_reward", "test_types", "transformers", "fake", "test_rollout_vllm",
+         "test_launch_disk", "test_launch_placed", "test_launch_reward", "transformers", "fake", "test_rollout_vllm",
          "test_weightsync_publisher", "test_rollout_fake", "test_planner_simulation")  # fmt: skip
 """Groups that take long begin first, so that no process is left with one at the end."""
 
@@ -150,17 +153,20 @@ def is_full(item: pytest.Item) -> bool:
 
 def group_of(nodeid: str) -> str:
     """What one process takes as a whole: all tests of a kind of server, which is started once; all runs over several hosts,
-    which share some; a file; or a single whole run."""
+    which share some, and the check of types, which computes beside them; a file; or a single whole run."""
     path, _, test = nodeid.partition("::")
     parameters = test.partition("[")[2]
     if "/conformance/" in path:
         kinds = {kind.name for kind in KINDS} & set(re.split(r"[-\]]", parameters))
-        return kinds.pop() if len(kinds) == 1 else path
+        kind = kinds.pop() if len(kinds) == 1 else path
+        return "imported" if kind in IMPORTED else kind
     if "/hosted/" in path:
         return "hosted"
     stem = path.rpartition("/")[2].removesuffix(".py")
+    if stem == "test_types":
+        return "hosted"
     if stem in SGLANG or f"{stem}::{test}" in SGLANG:
-        return "sglang"
+        return "imported"
     return f"{stem}::{test}" if stem in WHOLE_RUNS else stem
 
 

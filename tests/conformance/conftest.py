@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from slipstream.configs.schema import Partial
 from slipstream.rollout.engines import registry as servers
+from slipstream.tests import forkserver, tiers
 from slipstream.tests.conformance.kinds import KINDS, Kind
 from slipstream.tests.conformance.replica import Replica, Weights, make_weights
-from slipstream.tests.conformance.servers import Server, configure
+from slipstream.tests.conformance.servers import HOST, Server, configure
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,11 +49,22 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Server]:
     )
 
 
+def begin_sglang(folder: Path) -> None:
+    """What SGLang imports takes long to read from the disk: that begins beside the tests of the kind before it."""
+    (sglang,) = (kind for kind in KINDS if kind.name == "sglang")
+    config = configure(sglang, folder)
+    forkserver.begin(servers.command(config, HOST, 0, seed=0), os.environ | servers.environment(config))
+
+
 @pytest.fixture(scope="session")
-def server(kind: Kind, weights: Weights, start: Callable[..., Server]) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, kind: Kind, weights: Weights, start: Callable[..., Server]
+) -> Iterator[Server]:
     """The server that most tests share. Whatever they do to it, it must go on serving."""
     # SGLang takes a faster path where pushes never keep KV; the other servers of the suite do.
     server = start(kind, weights.folders[0], partial="keep_kv")
+    if kind.name == "vllm" and any(tiers.name_of(item).endswith("@sglang") for item in request.session.items):
+        begin_sglang(weights.folders[0])
     yield server
     server.close()
 
