@@ -234,6 +234,13 @@ print(messages() - before)
 """
 
 
+def test_commands_scan_what_they_import_seldom() -> None:
+    """Python's own threshold is 700."""
+    code = "import gc; from slipstream.launch.cli.main import main; main(['config', 'quickstart']); print(gc.get_threshold()[0])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert int(ran.stdout.splitlines()[-1]) == 10_000
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="an option of glibc")
 def test_a_process_keeps_the_memory_of_messages_that_are_gone() -> None:
     """200 blocks of 256 pages each, and 20 at once. With glibc's own bounds nearly every page is a fault each time."""
