@@ -88,6 +88,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return tiers.GroupScheduling(config, log)
 
 
+@pytest.fixture(autouse=True)
+def same_niceness() -> Iterator[None]:
+    """No test lowers the priority of those that follow it in its process: they would wait for the other process's tests."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    yield
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before, "the test has changed the niceness of its process"
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two policies of one architecture, tied embeddings, random weights."""
