@@ -1,5 +1,5 @@
-"""Garbage collection and freed memory of our processes: what stays is seldom scanned for garbage, what is loaded at the start not
-again, and what one message took is kept for the next."""
+"""Garbage-collector threshold and malloc settings of Slipstream's processes: objects that stay are not scanned again and again, and
+the memory of one message is kept for the next."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ YOUNG = 10_000
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
 
 
-def scan_seldom() -> None:
-    """Call first, before the imports of what the process is for."""
+def raise_gc_threshold() -> None:
+    """Raise the threshold of the garbage collector's youngest generation to `YOUNG`. Call it before heavy imports."""
     gc.set_threshold(YOUNG)
 
 
@@ -30,7 +30,7 @@ def freeze_startup_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-    scan_seldom()
+    raise_gc_threshold()
     _keep_freed_memory()
 
 

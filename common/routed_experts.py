@@ -26,14 +26,8 @@ ROUTER_CLASSES = (
 )
 """Classes of transformers' MoE routers whose choices are recorded and replayed. Each gives (logits [n, experts],
 weights [n, top_k], experts int64[n, top_k])."""
-ROUTER_FAMILIES = (
-    "qwen2_moe",
-    "qwen3_moe",
-    "olmoe",
-    "mixtral",
-    "deepseek_v3",
-    "glm4_moe",
-)  # of models with these classes
+# Of models with these classes.
+ROUTER_FAMILIES = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "glm4_moe")
 NARROW = 256  # experts that one byte has numbers for
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 

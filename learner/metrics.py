@@ -63,12 +63,14 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     overlap_tokens_per_s: float  # * tokens generated per second while the learner was stepping
     learner_tokens_per_s: float  # tokens (context included) that it computed, per second of stepping
     learner_idle: float  # share of the time in which the learner waited for a batch, 0 to 1
-    rollout_idle: float  # * share of the episode slots that were empty because no lease was granted, 0 to 1
+    rollout_idle: (
+        float  # * share of the episode slots that were empty: no group was granted, or a lease was under way, 0 to 1
+    )
     slots: float  # * episodes that all workers would play in sum at once, mean; follows how busy the servers are
     # What was reported in this step alone, for sums over many of them:
     tokens_generated: int = 0  # tokens generated since the previous step
     slot_s: float = 0.0  # seconds of episode slots, all workers together
-    idle_slot_s: float = 0.0  # seconds of slots in which no lease was granted
+    idle_slot_s: float = 0.0  # seconds of slots that were empty
     replicas: int  # inference servers that took the push and serve its version
     replicas_failed: int  # replicas that did not take the push
     wait_s: float  # seconds waited for the batch

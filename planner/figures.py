@@ -18,7 +18,7 @@ class StepSample(msgspec.Struct, frozen=True):
     withheld: int  # tokens of the batch that carried no loss
     generated: float  # tokens
     slot_s: float  # episode slots of all workers
-    idle_slot_s: float  # of these, without an episode because admission granted none
+    idle_slot_s: float  # of these, empty: admission granted no group, or a request for one was under way
     context: int = 0  # tokens that the learner computed
 
     @property

@@ -44,7 +44,9 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     canary_s: float  # of `cohort_s`, after the pause
     push_steps: float  # decode steps that the push of a cohort waits for
     deliver_s: float  # from the end of an episode until its slot is free and its group counts
-    request_work_s: float  # that a worker computes to request groups: as much as for the reply
+    # Of a worker for one request for groups: taken as that for one leased episode. The work of its episodes, which is all that its
+    # process did, has it too: an excess of one request in a group.
+    request_work_s: float
     take_s: float
     step_s: tuple[
         float, ...

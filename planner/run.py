@@ -109,8 +109,13 @@ class SimulatedRun:
         """See `simulate`."""
         began = time.process_time()
         self._fleet.publish()
-        self.replay.mark_served(0)
         self._ask()
+        for (
+            worker
+        ) in self._workers:  # before a version is served, as in a run, so that the first groups are dealt in turn
+            worker.ask()
+        self.replay.mark_served(0)
+        self._lease()
         self._observe()
         if self._cancels:
             self._report()

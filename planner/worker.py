@@ -5,13 +5,14 @@
 
 Invariants:
 - A worker plays as `rollout.worker` does: it requests leases only with room for a whole group, one request after the other; an
-  episode counts from when the reply is there; a smaller number of slots ends no episode.
+  episode counts from when the loop has got to the reply, which is when the first of its episodes begins; a smaller number of slots
+  ends no episode.
 - A request and its reply wait for the worker's event loop, as episodes do between completions.
 - An episode whose result is no longer wanted is cancelled at the next report of progress.
 - A worker computes for one episode at a time: those that wait for it share it, and it is slowed while the learner of the same host
   computes.
 
-Not modelled: failures of episodes, and their time limits.
+Not modelled: failures of episodes, their time limits, and several shards of the buffer, each of which has a request of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..buffer.lease_manager import LeaseManager
-from ..buffer.messages import Lease
+from ..buffer.messages import GROUPS_AT_ONCE, Lease
 from ..buffer.trajectory import FINISHED, UNWANTED, Outcome
 from ..rollout.concurrency import Concurrency, EngineLoad
 from ..rollout.slot_time import SlotTime
@@ -85,7 +86,8 @@ class SimulatedWorker:
         self.slot_time = SlotTime(plan.replay.group_size, clock.now)
         self.requested = 0
         self._name = f"worker-{index}"
-        self._deliver_s, self._request_work_s = plan.deliver_s, plan.request_work_s
+        self._deliver_s = plan.deliver_s
+        self._request_work_s = plan.request_work_s
         self._clock = clock
         self._leases = leases
         self._router = router
@@ -123,16 +125,16 @@ class SimulatedWorker:
         """A second has passed."""
         self.account()
         self._concurrency.observe(loads, self._router.waiting, self.playing)
-        self._ask()
+        self.ask()
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Request all groups that there is room for, one request after the other."""
         if not self._asking and self.free_groups:
             self._asking = True
             self._compute(REQUEST, self._request_work_s)
 
     def _request(self) -> None:
-        self.requested = self.free_groups
+        self.requested = min(self.free_groups, GROUPS_AT_ONCE)
         if self.requested:
             self._requested_groups()
         else:  # there are fewer slots now
@@ -161,7 +163,7 @@ class SimulatedWorker:
         self.account()
         self._granted.clear()
         self._asking = False
-        self._ask()
+        self._clock.after(0.0, self.ask)
 
     def slow(self, slowness: float) -> None:
         """Compute `slowness` times as long from now on."""
@@ -169,7 +171,8 @@ class SimulatedWorker:
 
     def report(self) -> None:
         """Report progress, and cancel the episodes that the buffer names."""
-        running = {id: episode.generated for id, episode in self._playing.items()}
+        known = (one for id, one in self._playing.items() if id not in self._granted)
+        running = {episode.id: episode.generated for episode in known}
         for id in self._leases.progress(self._name, running, self._clock.now):
             episode = self._playing[id]
             if episode.request is not None:
@@ -238,12 +241,10 @@ class SimulatedWorker:
     def _end(self, episode: PlayedEpisode, outcome: Outcome) -> None:
         self.account()
         del self._playing[episode.id]
-        if self._granted.pop(episode.id, None) is not None and not self._granted:
-            self._take_reply()
         if episode in self._processor.jobs:
             self._processor.remove(episode)
         self._router.end_episode(episode.id)
         kept = episode.generated if outcome is FINISHED else {}
         ready = self._leases.deliver(episode.id, outcome, episode.generated, kept, episode.shape.reward)
         self._delivered(episode, ready)
-        self._ask()
+        self.ask()

@@ -64,13 +64,11 @@ class ReplicaState:
 
     def __init__(self, info: ReplicaInfo) -> None:
         self.info = info
-        self.tokens_in_flight: dict[
-            int, int
-        ] = {}  # by request in flight, its prompt tokens and expected completion tokens
+        # By request in flight, its prompt tokens and expected completion tokens.
+        self.tokens_in_flight: dict[int, int] = {}
         self.load = 0  # their sum
-        self.reported_version = (
-            -1
-        )  # newest version that its completions reported; after a push it is ahead of the fleet's state
+        # The newest version that its completions reported; after a push it is ahead of the fleet's state.
+        self.reported_version = -1
         self.failed = False  # it failed a request and has passed no probe since
         self.position = -1  # in `RoutingTable`'s list of replicas with a free slot; -1 where it is not there
         # It aborted requests to take weights, and has shown neither another version nor a whole completion since.

@@ -1,7 +1,7 @@
 """How long a worker had slots for episodes, and how long they were empty: the same account in a run and in a simulation of it.
 
 Invariants:
-- The account is exact: `account` is called before every change of the slots and of what is played.
+- The account is exact where the caller calls `account` before every change of the slots and of the number of episodes played.
 - A slot that waits for the room of a whole group is not idle, nor is one above the cap, in which an episode still runs.
 - Pure: the caller has the clock.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 
 class SlotTime:
-    """Since `now`.
+    """Totals since the time `now`, in seconds of the caller's clock.
 
     Attributes:
         slot_s: seconds times slots, those above the cap that are still played included.

@@ -88,6 +88,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return tiers.GroupScheduling(config, log)
 
 
+@pytest.fixture(autouse=True)
+def same_niceness() -> Iterator[None]:
+    """No test lowers the priority of those that follow it in its process: they would wait for the other process's tests."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    yield
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before, "the test has changed the niceness of its process"
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two policies of one architecture, tied embeddings, random weights."""
@@ -99,10 +107,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def type_checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """The type checker, and what it says: it computes where nothing else wants to, beside the tests that come before its own."""
+    """The type checker, and the file of what it says: it runs beside the tests that come before its own, with less priority, which
+    only root can raise again."""
     said = tmp_path_factory.mktemp("types") / "output"
     with said.open("wb") as file:
-        checker = ["nice", "-n", "19", Path(sys.executable).with_name("basedpyright")]
+        checker = ["nice", "-n", "19" if os.geteuid() == 0 else "5", Path(sys.executable).with_name("basedpyright")]
         process = subprocess.Popen(checker, cwd=ROOT.parent, stdout=file, stderr=file, start_new_session=True)
     yield process, said
     if process.poll() is None:

@@ -66,7 +66,8 @@ STARTED_S = 120.0
 
 
 class ForkServer:
-    """The requester's end of one fork server, which `starting`, a command, may not have imported its image yet."""
+    """The requester's end of one fork server. `starting` is the command of a server that may still import its image; empty where it
+    is ready."""
 
     def __init__(self, image: str, connection: socket.socket, starting: Sequence[str] = ()) -> None:
         self.image = image
@@ -140,7 +141,11 @@ def _server(command: Sequence[str], environment: dict[str, str]) -> ForkServer |
         return next((server for server in _servers.values() if image in ("ours", server.image)), None)
     if image not in _servers:
         _servers[image] = _start(image, command[0], environment)
-    _servers[image].wait_started()
+    try:
+        _servers[image].wait_started()
+    except BaseException:
+        del _servers[image]  # the next command tries another
+        raise
     return _servers[image]
 
 

@@ -56,10 +56,8 @@ def test_what_a_config_may_not_be_a_run_may_not_become(override: str, why: str) 
 
 
 def test_the_docs_and_the_command_list_every_live_key(capsys: pytest.CaptureFixture[str]) -> None:
-    text, rows = (
-        DOCS.read_text(),
-        [f"| `{live.key}` | {live.applied_by} | {live.takes_effect} |" for live in LIVE.values()],
-    )
+    text = DOCS.read_text()
+    rows = [f"| `{live.key}` | {live.applied_by} | {live.takes_effect} |" for live in LIVE.values()]
     assert [line for line in text.splitlines() if line in rows] == rows
     with pytest.raises(SystemExit):
         main(["set", "--help"])

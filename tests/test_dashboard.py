@@ -462,7 +462,10 @@ def test_the_command_serves_until_it_is_interrupted(started: tuple[subprocess.Po
     assert process.stderr.read() == ""
 
 
-def test_what_cannot_be_served_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "nice", lambda _: 0)  # it would be of this process, and of all tests that follow
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

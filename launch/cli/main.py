@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ... import __version__
-from ...common.gc import scan_seldom
+from ...common.gc import raise_gc_threshold
 from ...errors import ConfigError, Interrupted, SlipstreamError
 from .options import CommandParser, CommandTable, merge_overrides
 
@@ -62,7 +62,7 @@ A first run on a laptop, from a random model to an evaluated policy:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    scan_seldom()
+    raise_gc_threshold()
     try:
         words = sys.argv[1:] if arguments is None else arguments
         parser = make_parser(words[0] if words else "")

@@ -24,7 +24,7 @@ END_OF_SEQUENCE = 3
 EDGE = 1e-5
 """Probability by which two sums of the same 400 probabilities in float32 may differ; a tail token has 1e-4 or more."""
 WIDE_EDGE = 0.005
-"""The same, and nats, where a server's tolerance is that of TF32: tokens near an edge may change places."""
+"""As `EDGE`, of servers in TF32: for `top_p` a probability, for `top_k` nats."""
 
 
 def prompt_before(token: int, model: PreTrainedModel) -> list[int]:
