@@ -63,9 +63,7 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     overlap_tokens_per_s: float  # * tokens generated per second while the learner was stepping
     learner_tokens_per_s: float  # tokens (context included) that it computed, per second of stepping
     learner_idle: float  # share of the time in which the learner waited for a batch, 0 to 1
-    rollout_idle: (
-        float  # * share of the episode slots that were empty: no group was granted, or a lease was under way, 0 to 1
-    )
+    rollout_idle: float  # * share of the episode slots that were empty: no group granted, or a lease under way, 0 to 1
     slots: float  # * episodes that all workers would play in sum at once, mean; follows how busy the servers are
     # What was reported in this step alone, for sums over many of them:
     tokens_generated: int = 0  # tokens generated since the previous step
