@@ -304,13 +304,14 @@ class Runs(RuleBasedStateMachine):
     def fails_to_step_until_it_is_set_aside(self) -> None:
         if self.world.unusable >= UNUSABLE_BATCHES:
             return
+        batch = self.world.inside("batched")
         self.fails_to_step(1)
         kept = max(v for v in self.alive if v >= self.world.checkpointed)
         if self.world.inside("batched") and kept == self.world.version:
             self.recover(kept)
-            self.take()
-            self.fails_to_step(2)
-            assert not self.world.inside("batched")
+            if self.take() == batch:  # else an older group has become ready meanwhile, and comes first
+                self.fails_to_step(2)
+                assert not self.world.inside("batched")
 
     @precondition(lambda self: self.world.inside("batched"))
     @rule(data=st.data(), others=st.booleans())
@@ -463,7 +464,10 @@ class Runs(RuleBasedStateMachine):
         assert list(map(without_deadline, groups)) == list(
             map(without_deadline, before.table.in_state(*get_args(GroupState)))
         )
-        assert clock == before.counters()
+        # What `prune` has dropped of the suspects is on disk until the next change is stored: groups that are discarded.
+        left = {group.id for group in groups if group.state != "discarded"}
+        suspects = {group: at for group, at in clock.suspects.items() if group in left}
+        assert msgspec.structs.replace(clock, suspects=suspects) == before.counters()
         for group in groups:
             group.deadline = self.now + LEASE_S
         self.replay = Replay(*self.given, clock, groups, VersionLedgers(ledgers_by_version(self.path)))
