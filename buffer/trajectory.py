@@ -310,7 +310,7 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
 
     def row_of(self, decoded: Trajectory) -> EncodedRow:
         """The same, where it is decoded."""
-        size = spans[0].start if (spans := decoded.version_spans) else int(decoded.loss_mask.argmax())
+        size = int(decoded.loss_mask.argmax())
         # 56 bits: numpy and msgpack take it as int64
         prompt = hashlib.blake2b(self.arrays[: 4 * size].data, digest_size=7)
         for image in decoded.images:

@@ -110,9 +110,8 @@ class SimulatedRun:
         began = time.process_time()
         self._fleet.publish()
         self._ask()
-        for (
-            worker
-        ) in self._workers:  # before a version is served, as in a run, so that the first groups are dealt in turn
+        # Before a version is served, as in a run, so that the first groups are dealt in turn.
+        for worker in self._workers:
             worker.ask()
         self.replay.mark_served(0)
         self._lease()

@@ -103,7 +103,7 @@ class SimulatedWorker:
         self._processor: SharedProcessor[PlayedEpisode | str] = SharedProcessor(clock, ONE_AT_A_TIME, self._computed)
 
     @property
-    def free_groups(self) -> int:
+    def _free_groups(self) -> int:
         """Whole groups that may start."""
         return max(0, self._concurrency.cap - self.playing) // self._group_size
 
@@ -129,12 +129,12 @@ class SimulatedWorker:
 
     def ask(self) -> None:
         """Request all groups that there is room for, one request after the other."""
-        if not self._asking and self.free_groups:
+        if not self._asking and self._free_groups:
             self._asking = True
             self._compute(REQUEST, self._request_work_s)
 
     def _request(self) -> None:
-        self.requested = min(self.free_groups, GROUPS_AT_ONCE)
+        self.requested = min(self._free_groups, GROUPS_AT_ONCE)
         if self.requested:
             self._requested_groups()
         else:  # there are fewer slots now
@@ -171,8 +171,7 @@ class SimulatedWorker:
 
     def report(self) -> None:
         """Report progress, and cancel the episodes that the buffer names."""
-        known = (one for id, one in self._playing.items() if id not in self._granted)
-        running = {episode.id: episode.generated for episode in known}
+        running = {id: episode.generated for id, episode in self._playing.items() if id not in self._granted}
         for id in self._leases.progress(self._name, running, self._clock.now):
             episode = self._playing[id]
             if episode.request is not None:

@@ -186,8 +186,8 @@ class Worker:
         buffer = self._buffer
         running = {id: counts for id, counts in self._running.items() if buffer.shard_of(id) == shard}
         self._account()
-        account = self._slot_time
-        slots = (account.slot_s, account.idle_slot_s) if shard == 0 else (0.0, 0.0)
+        total = self._slot_time
+        slots = (total.slot_s, total.idle_slot_s) if shard == 0 else (0.0, 0.0)
         return await buffer.progress(running, *slots, shard)
 
     async def _leave(self, shard: int) -> None:
