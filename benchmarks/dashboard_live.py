@@ -8,8 +8,8 @@ Invariants:
 - Blocks of seconds with the pages open and without alternate (ABBA) within one run under the same traffic, so that a machine that
   becomes slower does so for both. A delivery has its time from the call to the answer, and belongs to the block that it begins in.
 - The service is not saturated: what waits there is what the dashboard adds, not a queue of our own.
-- A reader is a page: it opens, listens for changes, and after each asks for the list of runs and what its view shows, until the
-  block ends. Every view is looked at, in as many blocks as any other.
+- A reader is a page: it opens with the block, listens for changes until the block ends, and after each asks for the list of runs
+  and what its view shows. Every view is looked at, in as many blocks as any other.
 - The dashboard's server runs all the time; in a block without pages it answers no request.
 - A reader draws nothing: browsers are on other machines. What the server costs is measured whole, `slipstream explain` included.
 """
@@ -61,7 +61,7 @@ PAGES = (
 """What each view of the page asks for after a change."""
 
 TOKENS, RATE = 1 << 12, 60.0  # of each trajectory; trajectories a second
-BLOCKS, BLOCK_S = 48, 5.0  # four minutes, half of them with the readers
+BLOCKS, BLOCK_S = 24, 10.0  # four minutes, half of them with the readers
 RESAMPLES = 1000
 WARM_S = 3.0  # of the run, which do not count
 WAL_LOOK_S = 0.02

@@ -5,6 +5,7 @@
 
 Invariants:
 - The files are looked at as often for a hundred pages as for one, and not at all while none listens.
+- The more an answer costs, the less often pages are told of changes, so that they hardly slow a run on the same cores.
 - An answer is shared only until the next look finds a change of its run: a page that was told of a change never gets what was read
   before it. And it is shared for `SHARED_S` at most: what changes without a file that is looked at is as fresh as that. While no
   page listens, only those share an answer that wait for it at once.
@@ -22,8 +23,14 @@ from ..errors import with_deadline
 from .runs import RunFolder
 
 LOOKING_S = 120.0  # longest that a look may take
-LOOK_S = 2.0  # between two looks at the files of the runs, which offer nothing to await
+LOOK_S = 2.0  # at least, between two looks at the files of the runs, which offer nothing to await
+SLOWER, SHARE = 5.0, 0.005  # so many times as long at most, so that looks and answers take this share of one core
 SHARED_S = 0.5  # pages that are told of a change together ask within this time
+
+
+def pause_s(spent_s: float) -> float:
+    """How long no file is looked at, if this process has computed for so many seconds since the last look."""
+    return LOOK_S * min(SLOWER, max(1.0, spent_s / (SHARE * LOOK_S)))
 
 
 class ChangeFeed:
@@ -76,6 +83,7 @@ class ChangeFeed:
         return self.changes
 
     async def _look_again(self) -> None:
+        spent = time.process_time()
         try:
             while True:
                 looking = asyncio.to_thread(lambda: {run.name: run.changes() for run in self._runs.runs()})
@@ -89,7 +97,8 @@ class ChangeFeed:
                     self.numbers |= dict.fromkeys(changed, time.time_ns() // 1_000_000)
                     self.changes += 1
                     self._wake_waiting()
-                await asyncio.sleep(LOOK_S)
+                before, spent = spent, time.process_time()
+                await asyncio.sleep(pause_s(spent - before))
         finally:
             self._wake_waiting()
 

@@ -4,6 +4,7 @@ batch.
 Invariants:
 - Times are absolute, as they were recorded; hosts may have clocks that differ.
 - A window has the spans that touch it, the gauges as means over its parts: the answer's size does not grow with the run.
+- A committed batch changes only when its commit is rolled back, so that its episodes are read once for all requests that follow.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from ..monitor.prometheus import GROUP_STATES
 from ..monitor.timeline import SPANS, FolderFollower
 from ..planner.run_spans import LEARNER
 from .gauges import GaugeTable
-from .store import StoreReader
+from .store import ReadConnection, StoreReader
 
 PHASES = ("recover", "first_rollout", "take", "sleep", "train", "commit", "publish", "checkpoint")
 WINDOW_S = 60.0  # shown at first: the newest of a run
 POINTS = 300  # parts of a window that gauges are means over
 SPANS_SHOWN = 4000  # of a window; more are thinner than a pixel
 EPISODES = 512  # of a batch
+BATCHES = 8  # whose episodes are kept, those that were asked for last
+COMMIT = "SELECT time, max_staleness, groups_per_batch, groups, rolled_back FROM commits WHERE version = ?"
 AROUND = (
     "SELECT (SELECT max(trained_at) FROM groups WHERE trained_at < ?),"
     " (SELECT min(trained_at) FROM groups WHERE trained_at > ?)"
@@ -44,6 +47,8 @@ class Timeline:
         self._store = store
         self._files = FolderFollower(folder / SPANS, LEARNER)
         self._spans: list[Span] = []  # of the learner's rank 0, by their ends
+        # By version: the row of the commit that they were read under, and the episodes.
+        self._batches: dict[int, tuple[tuple[Any, ...] | None, list[dict[str, Any]]]] = {}
         self._lock = threading.Lock()
 
     def window(self, t0: float | None, t1: float | None, points: int = POINTS) -> dict[str, Any]:
@@ -75,17 +80,38 @@ class Timeline:
 
     def batch(self, version: int) -> dict[str, Any]:
         """The episodes of the batch that `version` was made from: what each did and when. Raises StoreError."""
+        with self._store.open() as db:
+            commit = db.one(
+                COMMIT, version
+            )  # before the episodes: what is committed meanwhile makes the next request read again
+            around = db.one(AROUND, version, version) or (None, None)
+            with self._lock:
+                known = self._batches.pop(version, None)
+            if known is None or known[0] != commit:
+                known = commit, self._episodes(db, version)
+        if commit is not None:
+            with self._lock:
+                self._batches[version] = known
+                while len(self._batches) > BATCHES:
+                    del self._batches[next(iter(self._batches))]
+        return {
+            "version": version,
+            "previous": around[0],
+            "next": around[1],
+            "commit": dict(zip(("time", "max_staleness", "groups_per_batch"), commit, strict=False))
+            if commit
+            else None,
+            "episodes": known[1],
+        }
+
+    def _episodes(self, db: ReadConnection, version: int) -> list[dict[str, Any]]:
         query = (
             "SELECT t.header, t.length, g.id, g.leased_time, g.ready_time, g.taken_time, e.delivered_time, e.withheld"
             " FROM groups g JOIN episodes e ON e.group_id = g.id JOIN trajectories t ON t.episode_id = e.id"
             " WHERE g.trained_at = ? ORDER BY g.id, t.rowid LIMIT ?"
         )
-        with self._store.open() as db:
-            rows = db.all(query, version, EPISODES)
-            commit = db.one("SELECT time, max_staleness, groups_per_batch FROM commits WHERE version = ?", version)
-            around = db.one(AROUND, version, version)
         episodes: dict[str, dict[str, Any]] = {}
-        for header, length, group, leased, ready, taken, delivered, withheld in rows:
+        for header, length, group, leased, ready, taken, delivered, withheld in db.all(query, version, EPISODES):
             h = self._store.decode(header, length)
             one = episodes.setdefault(
                 h.episode,
@@ -96,14 +122,7 @@ class Timeline:
                 },
             )  # fmt: skip
             one["parts"] += _parts(h)
-        names = ("time", "max_staleness", "groups_per_batch")
-        return {
-            "version": version,
-            "previous": around[0] if around else None,
-            "next": around[1] if around else None,
-            "commit": dict(zip(names, commit, strict=True)) if commit else None,
-            "episodes": list(episodes.values()),
-        }
+        return list(episodes.values())
 
     def _follow(self) -> tuple[float, float] | None:
         """Take in what was added; the first begin and the last end, None before the first span."""

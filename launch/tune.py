@@ -162,7 +162,7 @@ class Tuner:
             "that want more devices than there are": len(every) - len(grid),
             "refused by the config": refused,
             "in which no batch is ever full": stuck,
-            "ruled out by the closed form or for lack of time": len(grid) - done - refused - stuck,
+            "too slow by an estimate, or left for lack of time": len(grid) - done - refused - stuck,
         }
         skipped = ", ".join(f"{number} {why}" for why, number in counts.items() if number)
         self._say(
@@ -303,13 +303,13 @@ def _plan_text(rungs: Sequence[Rung], probes: Sequence[ExpectedProbe], own: Expe
         return f"plan: no more probes, the shortest takes {duration(shortest)} of the {duration(left_s)} left"
     one = "one of them" if len(rungs) > 1 else "the config's settings"
     parts = [
-        f"{r.points} with {r.steps} steps that count{f', {one} again' * r.again}"
+        f"{r.points} with {r.steps} measured steps{f', {one} again' * r.again}"
         if r is rungs[0]
         else f"{r.points} with {r.steps}{f', {one} again' * r.again}"
         for r in rungs
     ]
     takes = f"about {duration(expected_s(rungs, probes, own))} of the {duration(left_s)} left"
-    return f"plan: of {len(probes)} promising points probe at most {', then '.join(parts)}: {takes}"
+    return f"plan: of {len(probes)} promising combinations try at most {', then '.join(parts)}: {takes}"
 
 
 def _drift(points: Sequence[TunedPoint]) -> float | None:

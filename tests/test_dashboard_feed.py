@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,30 @@ async def test_one_look_tells_every_listener_of_a_change(runs: RunFolder, monkey
         await asyncio.sleep(0)
         await feed.close()
         assert await waits == 2
+
+
+def test_the_more_answers_cost_the_less_often_files_are_looked_at() -> None:
+    assert [feed_module.pause_s(spent_s) for spent_s in (0.0, 0.01, 0.02, 0.05, 1.0)] == [2.0, 2.0, 4.0, 10.0, 10.0]
+
+
+async def test_what_answers_have_cost_delays_the_next_look(runs: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def computed(spent_s: float) -> float:
+        asked.append(spent_s)
+        return 0.01
+
+    asked = list[float]()
+    monkeypatch.setattr(feed_module, "pause_s", computed)
+    feed = ChangeFeed(runs)
+    async with asyncio.timeout(WAIT_S), feed.listening():
+        await feed.after(0, WAIT_S)
+        until = time.process_time() + 0.05
+        while time.process_time() < until:
+            pass  # an answer
+        written(runs, "first")
+        await feed.after(1, WAIT_S)
+        written(runs, "first")
+        await feed.after(2, WAIT_S)
+    assert max(asked) >= 0.05
 
 
 async def test_nothing_is_looked_at_while_no_page_listens(runs: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from slipstream.buffer.ledger_report import ledger_report
-from slipstream.buffer.trajectory import Outcome
+from slipstream.buffer.trajectory import BatchRow, Outcome
 from slipstream.dashboard.accounts import PART, TokenAccounts
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.environments import environments
@@ -83,6 +83,35 @@ def test_the_life_of_a_batch(tmp_path: Path) -> None:
     assert decoded[1][:2] == (pytest.approx(origin.started + 0.53), pytest.approx(origin.started + 0.73))
     assert {part[2] for part in one["parts"]} == {"queue", "prefill", "decode", "reset", "tool"}
     assert Timeline(run.folder, GaugeTable(run.folder), store).batch(99)["episodes"] == []
+
+
+def test_the_episodes_of_a_batch_are_read_once_until_its_commit_is_rolled_back(tmp_path: Path) -> None:
+    run = DashboardRun(tmp_path / "run")
+    run.record(4)
+    run.close()
+    store = CountingStore(run.folder, lambda: False)
+    timeline = Timeline(run.folder, GaugeTable(run.folder), store)
+    first = timeline.batch(3)
+    assert timeline.batch(3) == first
+    assert store.decoded == MEMBERS
+    for version in (1, 2, 3):
+        timeline.batch(version)
+    assert store.decoded == 3 * MEMBERS
+    with sqlite3.connect(store.path) as db:
+        db.execute("UPDATE groups SET trained_at = NULL, state = 'ready' WHERE trained_at = 3")
+        db.execute("UPDATE commits SET rolled_back = 1 WHERE version = 3")
+    db.close()
+    assert timeline.batch(3)["episodes"] == []
+
+
+class CountingStore(StoreReader):
+    """It counts the rows that it decodes."""
+
+    decoded = 0
+
+    def decode(self, header: bytes, length: int) -> BatchRow:
+        self.decoded += 1
+        return super().decode(header, length)
 
 
 def test_gauges_have_gaps_where_nothing_was_said_and_rates_where_counts_only_grow(tmp_path: Path) -> None:

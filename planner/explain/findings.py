@@ -77,7 +77,9 @@ class Interval(msgspec.Struct, frozen=True):
 class Gain(msgspec.Struct, frozen=True):
     """What the simulator says of a change, against the settings of the run, over several seeds."""
 
-    trained_tokens_per_s: Interval  # relative change: 0.1 is a tenth more; of tokens with a signal where `of_signal`
+    trained_tokens_per_s: (
+        Interval  # relative change: 0.1 is a tenth more; of groups with unequal rewards where `of_signal`
+    )
     staleness: Interval  # change in versions
     seeds: int
     assuming: str = ""
@@ -85,10 +87,10 @@ class Gain(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         tokens, age = self.trained_tokens_per_s, self.staleness
-        what = "trained tok/s of groups with a signal" if self.of_signal else "trained tok/s"
+        what = "trained tok/s of groups with unequal rewards" if self.of_signal else "trained tok/s"
         text = f"{what} {100 * tokens.mean:+.0f} ± {100 * tokens.spread:.0f} %"
         text += f", staleness {age.mean:+.2f} ± {age.spread:.2f}"
-        return f"{text}, if {self.assuming}" if self.assuming else text
+        return f"{text}, assuming {self.assuming}" if self.assuming else text
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
