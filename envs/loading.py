@@ -33,17 +33,3 @@ def load_foreign_library(key: str, module: str, name: str) -> ModuleType:
             f"{key}.python: {sys.executable} cannot import {module} ({error}); make an environment by `bash "
             f"requirements/install-env.sh {name}`, and set python to .venv-{name}/bin/python"
         ) from None
-
-
-def load_library(key: str, module: str, extra: str) -> ModuleType:
-    """An optional library, imported only by what needs it. Raises ConfigError naming `key` and the extra to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        missing = (
-            f"needs the package {package}"
-            if getattr(error, "name", "") == package
-            else f"cannot import {package} ({error})"
-        )
-        raise ConfigError(f"{key}: {missing}; run `pip install -e .[{extra}]`") from None

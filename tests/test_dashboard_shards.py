@@ -14,9 +14,9 @@ from slipstream.common.spans import Span
 from slipstream.configs.schema import Buffer
 from slipstream.dashboard.environments import environments
 from slipstream.dashboard.episodes import select
+from slipstream.dashboard.formats.trace import read_trace
 from slipstream.dashboard.index import TrajectoryIndex, TrajectoryQuery
 from slipstream.dashboard.runs import ENDED, RunAccess, WatchedRun
-from slipstream.dashboard.trace import read_trace
 from slipstream.tests.episodes import SAMPLED, trajectory
 from slipstream.tests.fleets import mark_served
 from slipstream.tests.shards import RunningBuffer, play

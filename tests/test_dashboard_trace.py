@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.common.spans import Span
 from slipstream.configs import load
-from slipstream.dashboard.perfetto import field, varint
-from slipstream.dashboard.trace import Slice, lanes
+from slipstream.dashboard.formats.perfetto import field, varint
+from slipstream.dashboard.formats.trace import Slice, lanes
 from slipstream.launch.cli.main import main
 from slipstream.monitor.timeline import read_spans
 from slipstream.tests import trace_processor

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ...common.libraries import load_library
 from ...configs.environments import Gymnasium
 from ...errors import ConfigError
 from ..base import JSON, Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ..loading import load_library
 from ..simple import SimpleEnv, Split
 from ..tools import in_thread
 from .turns import turn_metrics

@@ -19,11 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ...common.libraries import load_library
 from ...configs.environments import Mcp
 from ...errors import ConfigError, ToolError, describe
 from ..base import JSON, Message, Observation, StepResult, Task, ToolSpec
 from ..dataset.source import DatasetSource
-from ..loading import load_library
 from ..simple import Split
 from ..tools import InvalidCall, Tool, ToolUse
 

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ...common.libraries import load_library
 from ...configs.environments import TextArena
 from ...errors import ConfigError
 from ..base import Message, Observation, StepResult, Task
-from ..loading import load_library
 from ..simple import SimpleEnv, Split
 from ..tools import in_thread
 

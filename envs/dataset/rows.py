@@ -17,11 +17,12 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from ...common.libraries import load_library
 from ...common.modelscope import PREFIX, is_on_modelscope, local_dataset
 from ...errors import ConfigError
 from ..base import JSON
 from ..epochs import Numbers
-from ..loading import load_library, require_file
+from ..loading import require_file
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 CHUNK = 1 << 26  # bytes of a file that are searched for line ends at once

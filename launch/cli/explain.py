@@ -11,11 +11,10 @@ import msgspec
 from ...configs import run_config
 from ...errors import ConfigError
 from ...monitor.output import print_line
-from .options import CommandTable, add_run
+from .options import FOLLOWER_NICE, CommandTable, add_run
 
 SEVERITIES = ("hint", "warning", "critical")
 FAILED = 1  # exit status
-NICE = 19  # a command that follows a run on the same machine takes nothing from it
 
 
 def register(commands: CommandTable) -> None:
@@ -39,7 +38,7 @@ def explain(options: argparse.Namespace) -> int:
 
     shown, worst = "", ""
     if options.watch:
-        os.nice(NICE)
+        os.nice(FOLLOWER_NICE)
     try:
         for found in (
             explaining.follow(folder, options.gpus) if options.watch else [explaining.explain_run(folder, options.gpus)]

@@ -66,8 +66,8 @@ def export(options: argparse.Namespace) -> int:
         return 0
     if options.step == BEST:
         raise ConfigError("--step best: is of a checkpoint; trajectories are of the steps that trained them")
-    from ...dashboard.rows import Wanted
-    from ..trajectory_files import export_trajectories
+    from ...dashboard.formats.rows import Wanted
+    from ...dashboard.formats.trajectory_files import export_trajectories
     from ..watched import open_played_run, open_run, versions_of
 
     run = (open_played_run if options.evaluation is None else open_run)(options.run)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from ...configs.evaluation import BEST
 
+FOLLOWER_NICE = 19  # of a command that follows a run on the same machine, so that it takes nothing from the run
 Command: TypeAlias = Callable[[argparse.Namespace], int]  # runs a parsed command line; returns the exit status
 
 

@@ -34,9 +34,9 @@ def _steps(text: str) -> str:
 
 def trace(options: argparse.Namespace) -> int:
     from ...common.fsio import part_of
-    from ...dashboard.otlp import check_url, send_otlp
-    from ...dashboard.perfetto import write_perfetto
-    from ...dashboard.trace import read_trace
+    from ...dashboard.formats.otlp import check_url, send_otlp
+    from ...dashboard.formats.perfetto import write_perfetto
+    from ...dashboard.formats.trace import read_trace
     from ..watched import open_run, versions_of
 
     url = check_url(options.otlp) if options.otlp else ""

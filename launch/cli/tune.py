@@ -21,14 +21,13 @@ from ...configs import load, run_config
 from ...errors import ConfigError, Interrupted
 from ...monitor.output import open_console, print_line
 from ...monitor.text import count, duration, share
-from .options import CommandTable, add_config
+from .options import FOLLOWER_NICE, CommandTable, add_config
 
 if TYPE_CHECKING:
     from ...planner.tune.search import TunedPoint
     from ..tune import TuneResult
 
 BOUND = "buffer.max_staleness"
-NICE = 19  # a command that follows a run on the same machine takes nothing from it
 LEAST_MINUTES = 1.0
 SHOWN = 6  # points of the table that were only simulated
 COLUMNS = ("trained\ntok/s", "simu-\nlated", "x ess", "stale-\nness", "with-\nheld", "steps")
@@ -110,7 +109,7 @@ def follow(options: argparse.Namespace) -> int:
     from ..live_tuning import LiveTuner
 
     tuner = LiveTuner(Path(options.config), limits, print_line)
-    os.nice(NICE)
+    os.nice(FOLLOWER_NICE)
     try:
         tuner.follow()
     except KeyboardInterrupt:

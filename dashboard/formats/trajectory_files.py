@@ -22,12 +22,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..common.fsio import part_of
-from ..configs import RUN_CONFIG
-from ..dashboard.rows import TrajectoryRow, Wanted, rows
-from ..dashboard.runs import WatchedRun
-from ..envs.loading import load_library
-from ..errors import ConfigError, DeadlineExceeded, StoreError
+from ...common.fsio import part_of
+from ...common.libraries import load_library
+from ...configs import RUN_CONFIG
+from ...errors import ConfigError, DeadlineExceeded, StoreError
+from ..runs import WatchedRun
+from .rows import TrajectoryRow, Wanted, rows
 
 ENDINGS = {"jsonl": "jsonl", "parquet": "parquet", "inspect": "eval"}  # of the file's name, by kind
 ROW_GROUP_TOKENS, ROW_GROUP_ROWS = 1 << 18, 512  # what is in memory of a Parquet file that is written

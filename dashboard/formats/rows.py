@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..buffer.trajectory import EnvCall, Outcome, Turn, VersionSpan, split_arrays
-from ..common.images import PlacedImage
-from .episodes import find_evaluation
-from .runs import WatchedRun
-from .trajectory import StoredTrajectory, TrajectoryReader
+from ...buffer.trajectory import EnvCall, Outcome, Turn, VersionSpan, split_arrays
+from ...common.images import PlacedImage
+from ..episodes import find_evaluation
+from ..runs import WatchedRun
+from ..trajectory import StoredTrajectory, TrajectoryReader
 
 WHOLE = 1 << 40  # characters of a message: no message is cut
 

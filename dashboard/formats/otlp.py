@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..common.spans import Id
-from ..errors import ConfigError, SlipstreamError
-from .timeline import PHASES
+from ...common.spans import Id
+from ...errors import ConfigError, SlipstreamError
+from ..timeline import PHASES
 from .trace import RunTrace, Slice, TrackKey, lanes
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
-from ..common.spans import Id, Span
-from ..errors import ConfigError
-from ..monitor.timeline import read_spans
-from ..planner.run_spans import LEARNER
-from .runs import WatchedRun
-from .store import ROWS
-from .timeline import PHASES
+from ...common.spans import Id, Span
+from ...errors import ConfigError
+from ...monitor.timeline import read_spans
+from ...planner.run_spans import LEARNER
+from ..runs import WatchedRun
+from ..store import ROWS
+from ..timeline import PHASES
 
 NS = 1_000_000_000
 TRAINED = (

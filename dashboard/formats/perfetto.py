@@ -18,9 +18,9 @@ import math
 import struct
 from typing import IO
 
-from ..common.spans import Id
-from ..planner.run_spans import LEARNER
-from .gauges import COUNTERS, GaugeTable, rates
+from ...common.spans import Id
+from ...planner.run_spans import LEARNER
+from ..gauges import COUNTERS, GaugeTable, rates
 from .trace import NS, RunTrace, Slice, TrackKey, lanes
 
 BEGIN, END, COUNTER = 1, 2, 4  # TrackEvent.Type
