@@ -36,8 +36,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 VOCABULARY, STEPS, TEMPERATURE = 96, 3, 0.7
 LENGTHS = (7, 33, 2, 20, 12)
-# AdamW turns rounding noise in the smallest gradients into up to 1 % of a step: 1e-6 at this rate.
+# AdamW turns rounding noise in the smallest gradients into up to 1 % of a step: 1e-6 at this rate. Where a gradient is itself about
+# as small as that noise it turns it into any part of a step. Which weights these are depends on the processor, whose kernels round
+# in another order (AVX2, AVX-512, CUDA): of some 60,000 one or two were seen, off by a seventh of a step.
 OPTIMIZER = Optimizer(lr=1e-4, weight_decay=0.1, betas=(0.9, 0.95), clip_norm=0.5)
+NOISY, NOISY_STEP = 1e-3, 0.5
+"""Which share of a tensor's weights may be such, one at least, and how far off they may be, as a part of a step."""
 PPO, CAP = DecoupledPpo(), Truncated().bounds[1]
 LOSS = loss_of(Algorithm(), longest=64)([], lambda values: values)
 BF16_NOISE = 1.25
@@ -164,7 +168,15 @@ def assert_three_steps(
     # Loss and gradient norm first: neither AdamW nor clipping would let a gradient of the wrong size show in the weights.
     torch.testing.assert_close(found["numbers"], reference["numbers"][first:], atol=1e-6, rtol=1e-5)
     for name in reference.keys() - {"numbers"}:
-        torch.testing.assert_close(found[name], reference[name], atol=atol, rtol=0)
+        assert_weights(name, found[name], reference[name], atol)
+
+
+def assert_weights(name: str, found: torch.Tensor, reference: torch.Tensor, atol: float) -> None:
+    """All but a few are equal within `atol`, and these few within a part of a step, see `NOISY`."""
+    off = (found.float() - reference.float()).abs()
+    noisy = int((off > atol).sum())
+    assert noisy <= max(1, NOISY * off.numel()), f"{name}: {noisy} of {off.numel()} are off by more than {atol}"
+    assert off.max() <= NOISY_STEP * OPTIMIZER.lr, f"{name} is off by {off.max()}"
 
 
 def assert_bfloat16_noise(
