@@ -16,7 +16,8 @@ import pytest
 from pyarrow import parquet
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs import load
-from slipstream.dashboard import trajectory, trajectory_files
+from slipstream.dashboard import trajectory
+from slipstream.dashboard.formats import trajectory_files
 from slipstream.dashboard.formats.rows import TrajectoryRow
 from slipstream.launch.cli.main import main
 from slipstream.tests.dashboard_runs import MEMBERS, DashboardRun
