@@ -15,6 +15,7 @@ import asyncio
 import logging
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -75,10 +76,10 @@ def _shown(one: Finding, run: str, *, active: bool) -> ShownFinding:
 
 
 class LiveExplanation:
-    """Of one run; from the server's event loop. `turn` is that of the whole server."""
+    """Of one run; from the server's event loop. `turn` is that of the whole server, `found` is called after each explanation."""
 
-    def __init__(self, run: WatchedRun, turn: asyncio.Lock) -> None:
-        self._run, self._turn = run, turn
+    def __init__(self, run: WatchedRun, turn: asyncio.Lock, found: Callable[[], None]) -> None:
+        self._run, self._turn, self._found = run, turn, found
         self._known = ShownExplanation()
         self._state: object = None  # what the run was like as it was explained last
         self._due = 0.0  # when it may be explained again
@@ -108,6 +109,7 @@ class LiveExplanation:
             now = time.monotonic()
             self._state, self._due = state, now + max(LEAST_S, AGAIN * (now - began))
         self._run.explained += 1  # the page asks again
+        self._found()
 
     def _state_of_run(self) -> object:
         """What an explanation depends on."""

@@ -45,6 +45,7 @@ class ChangeFeed:
         """How many looks found any."""
         self.closed = False
         self._news = asyncio.Event()
+        self._wanted = asyncio.Event()  # a look, without the rest of the pause
         self._listeners = 0
         self._looking: asyncio.Task[None] | None = None
 
@@ -72,6 +73,10 @@ class ChangeFeed:
             if not self._listeners:
                 await self._stop()
 
+    def look_now(self) -> None:
+        """What was found for the pages does not wait until the next look is due."""
+        self._wanted.set()
+
     async def after(self, told: int, quiet_s: float) -> int:
         """`changes` as soon as it is more than `told`; `told` where it is not for `quiet_s`. Raises what a look raises."""
         if self.changes == told:
@@ -98,9 +103,15 @@ class ChangeFeed:
                     self.changes += 1
                     self._wake_waiting()
                 before, spent = spent, time.process_time()
-                await asyncio.sleep(pause_s(spent - before))
+                await self._pause(pause_s(spent - before))
         finally:
             self._wake_waiting()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wanted.wait()
+        self._wanted.clear()
 
     async def _stop(self) -> None:
         looking, self._looking = self._looking, None

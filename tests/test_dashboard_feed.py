@@ -74,6 +74,19 @@ async def test_what_answers_have_cost_delays_the_next_look(runs: RunFolder, monk
     assert max(asked) >= 0.05
 
 
+async def test_what_was_found_for_the_pages_does_not_wait_for_the_next_look(
+    runs: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "LOOK_S", 10 * WAIT_S)
+    feed = ChangeFeed(runs)
+    async with asyncio.timeout(WAIT_S), feed.listening():
+        await feed.after(0, WAIT_S)
+        written(runs, "first")
+        feed.look_now()
+        assert await feed.after(1, WAIT_S) == 2
+        assert await feed.after(2, QUIET_S) == 2
+
+
 async def test_nothing_is_looked_at_while_no_page_listens(runs: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "LOOK_S", 0.01)
     feed = ChangeFeed(runs)
