@@ -159,8 +159,8 @@ class DashServer:
 
     async def _explanation(self, request: web.Request) -> web.StreamResponse:
         run = self._runs.run(request.match_info["run"])
-        known = LiveExplanation(run, self._explaining, self._feed.look_now)
-        explanation = self._explanations.setdefault(run.name, known)
+        unasked = LiveExplanation(run, self._explaining, self._feed.look_now)
+        explanation = self._explanations.setdefault(run.name, unasked)
         return _json(msgspec.json.encode(explanation.newest()))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:

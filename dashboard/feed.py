@@ -80,9 +80,7 @@ class ChangeFeed:
     async def after(self, told: int, quiet_s: float) -> int:
         """`changes` as soon as it is more than `told`; `told` where it is not for `quiet_s`. Raises what a look raises."""
         if self.changes == told:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(quiet_s):
-                    await self._news.wait()
+            await _set_within(self._news, quiet_s)
         if self._looking is not None and self._looking.done():
             self._looking.result()
         return self.changes
@@ -103,15 +101,10 @@ class ChangeFeed:
                     self.changes += 1
                     self._wake_waiting()
                 before, spent = spent, time.process_time()
-                await self._pause(pause_s(spent - before))
+                await _set_within(self._wanted, pause_s(spent - before))
+                self._wanted.clear()
         finally:
             self._wake_waiting()
-
-    async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._wanted.wait()
-        self._wanted.clear()
 
     async def _stop(self) -> None:
         looking, self._looking = self._looking, None
@@ -123,6 +116,13 @@ class ChangeFeed:
         """All who wait."""
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Until `event` is set, for so many seconds at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 class SharedAnswers:

@@ -81,9 +81,8 @@ class Timeline:
     def batch(self, version: int) -> dict[str, Any]:
         """The episodes of the batch that `version` was made from: what each did and when. Raises StoreError."""
         with self._store.open() as db:
-            commit = db.one(
-                COMMIT, version
-            )  # before the episodes: what is committed meanwhile makes the next request read again
+            # The commit before the episodes: what is committed meanwhile makes the next request read again.
+            commit = db.one(COMMIT, version)
             around = db.one(AROUND, version, version) or (None, None)
             with self._lock:
                 known = self._batches.pop(version, None)
@@ -94,13 +93,12 @@ class Timeline:
                 self._batches[version] = known
                 while len(self._batches) > BATCHES:
                     del self._batches[next(iter(self._batches))]
+        names = ("time", "max_staleness", "groups_per_batch")
         return {
             "version": version,
             "previous": around[0],
             "next": around[1],
-            "commit": dict(zip(("time", "max_staleness", "groups_per_batch"), commit, strict=False))
-            if commit
-            else None,
+            "commit": dict(zip(names, commit[: len(names)], strict=True)) if commit else None,
             "episodes": known[1],
         }
 

@@ -1,4 +1,4 @@
-"""Loading what the config of an environment names: a file, or an optional library."""
+"""Loading what the config of an environment names: a file, or a library that does not fit beside ours."""
 
 from __future__ import annotations
 

@@ -77,9 +77,8 @@ class Interval(msgspec.Struct, frozen=True):
 class Gain(msgspec.Struct, frozen=True):
     """What the simulator says of a change, against the settings of the run, over several seeds."""
 
-    trained_tokens_per_s: (
-        Interval  # relative change: 0.1 is a tenth more; of groups with unequal rewards where `of_signal`
-    )
+    # Relative change: 0.1 is a tenth more. Of groups with unequal rewards where `of_signal`.
+    trained_tokens_per_s: Interval
     staleness: Interval  # change in versions
     seeds: int
     assuming: str = ""
