@@ -113,7 +113,7 @@ class Tuner:
         request = self._request
         request.out.mkdir(parents=True, exist_ok=True)
         self._say(
-            f"{duration(60 * request.minutes)} for {request.source} in {request.out}: first a probe of its settings"
+            f"{duration(60 * request.minutes)} for {request.source} in {request.out}: first a short run of its settings (probe)"
         )
         try:
             baseline = self._probe({}, BEYOND_BOUND - SETTLING)
@@ -162,7 +162,7 @@ class Tuner:
             "that want more devices than there are": len(every) - len(grid),
             "refused by the config": refused,
             "in which no batch is ever full": stuck,
-            "too slow by an estimate, or left for lack of time": len(grid) - done - refused - stuck,
+            "that are slower by an estimate, or for which no time was left": len(grid) - done - refused - stuck,
         }
         skipped = ", ".join(f"{number} {why}" for why, number in counts.items() if number)
         self._say(

@@ -173,8 +173,8 @@ def show(result: TuneResult, console: Console) -> None:
     words = " ".join(result.overrides)
     console.print(f"  slipstream train {result.config} {words}".rstrip(), soft_wrap=True, markup=False)
     console.print(
-        f"{len(probed)} points run in {duration(result.seconds)}; {result.folder} has tune.json, tune.png, profile.json and the "
-        "folders of the runs, without their weights",
+        f"{len(probed)} combinations measured in {duration(result.seconds)}; {result.folder} has tune.json, tune.png, "
+        "profile.json and the folders of the runs, without their weights",
         soft_wrap=True,
     )
 

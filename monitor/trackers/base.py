@@ -52,7 +52,7 @@ class SampledTokens(msgspec.Struct, frozen=True):
 
 
 class Samples:
-    """Rows that are decoded once, in the first thread that wants them."""
+    """Rows of the trackers' table; they are decoded once, in the thread of the first tracker that wants them."""
 
     def __init__(self, tokens: Sequence[SampledTokens], decode: Decode) -> None:
         self._tokens, self._decode = tokens, decode
