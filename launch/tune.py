@@ -113,7 +113,7 @@ class Tuner:
         request = self._request
         request.out.mkdir(parents=True, exist_ok=True)
         self._say(
-            f"{duration(60 * request.minutes)} for {request.source} in {request.out}: first a short run of its settings (probe)"
+            f"{duration(60 * request.minutes)} for {request.source} in {request.out}: first a short run (a probe) of its settings"
         )
         try:
             baseline = self._probe({}, BEYOND_BOUND - SETTLING)
