@@ -14,7 +14,8 @@ import msgspec
 
 from .buffer_batch import Memory, buffer_latency, buffer_memory, floor_latency
 from .buffer_floors import into_sqlite, through_zeromq, through_zeromq_into_sqlite
-from .buffer_traffic import BUFFER, Crew, Round, Rounds, Took, groups_of, through_the_buffer, trajectory_bytes
+from .buffer_traffic import BUFFER, Crew, Round, Rounds, Took, groups_of, through_the_buffer
+from .buffer_trajectories import trajectory_bytes
 from .result import Result, Row, by_rounds
 
 SIZES = {"1k": 1 << 10, "8k": 1 << 13, "32k": 1 << 15}

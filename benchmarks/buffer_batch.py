@@ -27,7 +27,8 @@ from ..buffer.segments import segments_path
 from ..buffer.trajectory import FINISHED
 from ..rpc import wire
 from .buffer_floors import bare_table, delivery, encoded, insert_rows
-from .buffer_traffic import BUFFER, Crew, Round, produce, publishing_fleet, sampled, serve, stamped, take_batches
+from .buffer_traffic import BUFFER, Crew, Round, produce, publishing_fleet, serve, take_batches
+from .buffer_trajectories import sampled, stamped
 
 TURNS = 6
 """Batches in a round."""

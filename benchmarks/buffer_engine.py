@@ -13,7 +13,8 @@ import aiohttp
 import msgspec
 
 from .buffer import FLOOR_S, PRODUCERS, ROUNDS, SIZES
-from .buffer_traffic import Crew, Rounds, sampled, through_the_buffer
+from .buffer_traffic import Crew, Rounds, through_the_buffer
+from .buffer_trajectories import sampled
 from .models import make_policy
 from .result import Result, by_rounds
 from .serving import Serving, background_tasks, configure, serving

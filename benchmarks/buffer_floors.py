@@ -27,7 +27,8 @@ from ..buffer.store import Store
 from ..buffer.trajectory import FINISHED, EncodedTrajectory
 from ..rpc import wire
 from ..rpc.server import BACKLOG
-from .buffer_traffic import BUFFER, KINDS, Count, Crew, Round, Took, sampled, stamped
+from .buffer_traffic import BUFFER, Count, Crew, Round, Took
+from .buffer_trajectories import KINDS, sampled, stamped
 
 POLL_MS = 20
 

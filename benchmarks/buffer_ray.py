@@ -22,7 +22,8 @@ from ray.util.queue import Queue
 from ..buffer.messages import Lease
 from ..buffer.trajectory import Trajectory
 from ..errors import with_deadline
-from .buffer_traffic import BUFFER, CONCURRENCY, GRACE_S, Count, Round, Took, stamped
+from .buffer_traffic import BUFFER, CONCURRENCY, GRACE_S, Count, Round, Took
+from .buffer_trajectories import stamped
 
 STORE_BYTES = 2 << 30
 """Ray's object store: far more than is ever outstanding."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import multiprocessing
 import os
 import shutil
@@ -25,23 +24,22 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 import uvloop
 
 from ..buffer.client import BufferClient
 from ..buffer.messages import Lease
 from ..buffer.service import BufferService
-from ..buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from ..buffer.trajectory import FINISHED
 from ..common import gc as heap
 from ..common.process import set_parent_death_signal
 from ..configs.schema import Buffer
 from ..errors import DeadlineExceeded, with_deadline
 from ..launch.launchers.local import free_ports
 from ..monitor.timeline import TimelineWriter
-from ..rpc import wire
 from ..rpc.pubsub import StatePublisher
 from ..rpc.security import KeyPair, PeerTable, make_pair
 from ..weightsync.fleet import Fleet, ReplicaInfo, following_fleet
+from .buffer_trajectories import sampled, stamped
 
 BUFFER = Buffer(max_staleness=3, group_size=8)
 """Leases are not what is short: workers may be four batches ahead."""
@@ -55,17 +53,11 @@ CONCURRENCY = 256
 PROGRESS_S = 0.5
 """Between a producer's reports, as the worker has it."""
 
-TURN, PROMPT = 512, 128
-"""Tokens of a turn, and those of them that are not sampled. A shorter trajectory is one turn, a quarter of it prompt."""
-
 BATCH_TOKENS, MIN_GROUPS, MAX_GROUPS = 1 << 21, 8, 64
 """Tokens of a batch, about, and within which numbers of groups."""
 
 CHECKPOINT_EVERY = 8
 """Batches between checkpoints."""
-
-KINDS = 16
-"""Different trajectories that a producer sends by turns."""
 
 START_S = 0.3
 """For all processes of a round to hear of it."""
@@ -221,6 +213,11 @@ async def through_the_buffer(crew: Crew, this: Round, producers: int) -> Took:
     )
 
 
+def groups_of(tokens: int) -> int:
+    """Groups in a batch."""
+    return max(MIN_GROUPS, min(MAX_GROUPS, BATCH_TOKENS // tokens // BUFFER.group_size))
+
+
 # --- in the processes -----------------------------------------------------------------------------------------------
 
 
@@ -350,71 +347,3 @@ async def take_batches(this: Round, on_batch: Callable[[int], None]) -> Took:
                 count.add(arrived)
                 on_batch(taken)
     return count.took()
-
-
-# --- trajectories ---------------------------------------------------------------------------------------------------
-
-
-def sampled(tokens: int) -> int:
-    """How many of a trajectory's tokens the policy sampled."""
-    return sum(turn.end - turn.start for turn in _turns(tokens))
-
-
-def stamped(tokens: int, lease: Lease, member: int) -> Trajectory:
-    """A trajectory for a member of a lease; arrays are shared."""
-    made = _trajectories_at(tokens, lease.version)[(lease.group_id + member) % KINDS]
-    episode = lease.episode(member)
-    return msgspec.structs.replace(made, id=f"{episode}.0", group_id=lease.group_id, member=member)
-
-
-def groups_of(tokens: int) -> int:
-    """Groups in a batch."""
-    return max(MIN_GROUPS, min(MAX_GROUPS, BATCH_TOKENS // tokens // BUFFER.group_size))
-
-
-def trajectory_bytes(tokens: int) -> int:
-    """What a trajectory takes on the wire and in the file."""
-    frames = wire.encode(EncodedTrajectory.of(stamped(tokens, Lease(0, 0, (0,), 0, 0), 0)))
-    return sum(len(frame) for frame in frames)
-
-
-@functools.lru_cache
-def _turns(tokens: int) -> tuple[Turn, ...]:
-    size, prompt = (TURN, PROMPT) if tokens >= TURN else (tokens, tokens // 4)
-    took = 1.8e9 + 0.25, 0.01, 0.125, 2.5, prompt, "engine-0", 1.0  # all fields are filled, as in a run
-    return tuple(Turn(at + prompt, at + size, "stop", *took) for at in range(0, tokens - size + 1, size))
-
-
-@functools.lru_cache(maxsize=4)
-def _trajectories_at(tokens: int, version: int) -> list[Trajectory]:
-    spans = tuple(VersionSpan(turn.start, turn.end, version) for turn in _turns(tokens))
-    return [msgspec.structs.replace(made, version_spans=spans) for made in _originals(tokens)]
-
-
-@functools.lru_cache(maxsize=1)
-def _originals(tokens: int) -> list[Trajectory]:
-    """Random tokens of a vocabulary of 150,000."""
-    mask = np.zeros(tokens, dtype=np.bool_)
-    for turn in _turns(tokens):
-        mask[turn.start : turn.end] = True
-    rng = np.random.default_rng(0)
-    return [
-        Trajectory(
-            id="",
-            group_id=0,
-            member=0,
-            branch=0,
-            task_id="task",
-            env="bench",
-            token_ids=rng.integers(0, 150_000, tokens, dtype=np.int32),
-            loss_mask=mask,
-            behavior_logprobs=np.where(mask, -rng.exponential(size=tokens), 0).astype(np.float32),
-            version_spans=(),
-            turns=_turns(tokens),
-            reward=float(rng.random()),
-            turn_rewards=tuple(rng.random(len(_turns(tokens))).tolist()),
-            outcome=FINISHED,
-            timings={"environment": 1.0, "total": 2.0},
-        )
-        for _ in range(KINDS)
-    ]

@@ -21,7 +21,8 @@ from ..buffer.trajectory import FINISHED
 from ..launch.launchers.local import free_ports
 from ..rpc.security import KeyPair, PeerTable, make_pair
 from ..weightsync.fleet import following_fleet
-from .buffer_traffic import BUFFER, publishing_fleet, sampled, stamped
+from .buffer_traffic import BUFFER, publishing_fleet
+from .buffer_trajectories import sampled, stamped
 from .cluster_processes import MeasuredProcess, growth, measured, shared_context
 from .result import Result
 

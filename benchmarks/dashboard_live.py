@@ -37,7 +37,8 @@ from ..common import gc as heap
 from ..configs import dump, load
 from ..errors import SlipstreamError, with_deadline
 from ..launch.run_lock import CONTROL, run_lock
-from .buffer_traffic import Crew, Round, Rounds, learn, sampled, serve, stamped
+from .buffer_traffic import Crew, Round, Rounds, learn, serve
+from .buffer_trajectories import sampled, stamped
 from .result import Result, Row
 
 READERS = 3
