@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 CACHE = pytest.StashKey[Path | None]()
 ROOT = Path(__file__).parent
 
-settings.register_profile("default", max_examples=20, deadline=None)
+settings.register_profile("default", max_examples=10, deadline=None)
 settings.register_profile("full", max_examples=100, deadline=None)
 
 
