@@ -2,7 +2,8 @@
 trajectories went through it.
 
     latency    from the call of the last delivery that a batch needs, to the batch in the learner's hands
-    its floor  the same message to a bare socket, one row into bare SQLite, and the batch's frames back
+    its floor  the same message to a bare socket, one row into bare SQLite, an empty message back, and the batch's bytes read from
+               a file
 
 Invariants:
 - The learner's request waits at the service before the last delivery begins.
@@ -91,8 +92,9 @@ async def _await_batches(this: Round) -> list[float]:
 
 
 def ask(this: Round) -> list[float]:
-    """Send the last delivery, receive the batch."""
+    """Send the last delivery, and read the batch as soon as it is answered."""
     message, waited = delivery(this.tokens, 0), []
+    sizes = [len(frame) for frame in wire.encode(encoded(this.tokens, 0))] * this.groups * BUFFER.group_size
     context = zmq.Context()
     socket = _pair(context)
     socket.connect(this.address)
@@ -100,17 +102,19 @@ def ask(this: Round) -> list[float]:
         for _ in range(TURNS):
             began = time.perf_counter()
             socket.send_multipart(message, copy=False)
-            socket.recv_multipart(copy=False)
+            socket.recv()
+            with _batch(this).open("rb", buffering=0) as file:
+                rows = [file.read(size) for size in sizes]
             waited.append(time.perf_counter() - began)
+            assert sum(map(len, rows)) == sum(sizes)
         return waited
     finally:
         context.destroy()
 
 
 def answer(this: Round) -> None:
-    """Receive a delivery, insert its row, send a batch."""
-    frames = wire.encode(encoded(this.tokens, 0))
-    batch = [frame for _ in range(this.groups * BUFFER.group_size) for frame in frames]
+    """Receive a delivery, insert its row, answer."""
+    _batch(this).write_bytes(b"".join(wire.encode(encoded(this.tokens, 0))) * this.groups * BUFFER.group_size)
     db = bare_table(this.path)
     context = zmq.Context()
     socket = _pair(context)
@@ -118,12 +122,16 @@ def answer(this: Round) -> None:
     try:
         for _ in range(TURNS):
             insert_rows(db, [socket.recv_multipart()])
-            socket.send_multipart(batch, copy=False)
+            socket.send(b"")
         socket.close(linger=WAIT_MS)
         context.term()
     finally:
         context.destroy()
         db.close()
+
+
+def _batch(this: Round) -> Path:
+    return this.path.with_name("batch")
 
 
 def _pair(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:

@@ -21,10 +21,11 @@ import msgspec
 import zmq
 
 from ..buffer import messages as m
+from ..buffer.encoded import EncodedTrajectory
 from ..buffer.messages import Lease
 from ..buffer.schema import connect
 from ..buffer.store import Store
-from ..buffer.trajectory import FINISHED, EncodedTrajectory
+from ..buffer.trajectory import FINISHED
 from ..rpc import wire
 from ..rpc.server import BACKLOG
 from .buffer_traffic import BUFFER, Count, Crew, Round, Took

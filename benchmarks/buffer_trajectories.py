@@ -11,8 +11,9 @@ import functools
 import msgspec
 import numpy as np
 
+from ..buffer.encoded import EncodedTrajectory
 from ..buffer.messages import Lease
-from ..buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from ..buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
 from ..rpc import wire
 
 TURN, PROMPT = 512, 128

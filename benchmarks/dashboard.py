@@ -14,9 +14,10 @@ import numpy as np
 import psutil
 
 from ..buffer.admission import ReplayCounters
+from ..buffer.encoded import EncodedTrajectory
 from ..buffer.schema import DATABASE, SCHEMA, SCHEMA_VERSION
 from ..buffer.segments import segments_path
-from ..buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from ..buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
 from ..dashboard.index import TrajectoryIndex, TrajectoryQuery
 from ..dashboard.store import StoreReader
 from ..dashboard.texts import TokenTexts

@@ -1,7 +1,7 @@
 """How workers and learner ranks call the buffer, which is one process, or a clock and its shards.
 
     worker ──leases, progress, deliver──> shards                      a group, and all that is said of it, has one shard
-    rank ──take_plan, fetch_rows──> shards: parts of one batch        learner ──recover, commit, discard──> clock, then shards
+    rank ──take_plan, read_rows───> shards: parts of one batch        learner ──recover, commit, discard──> clock, then shards
 
 Invariants:
 - Every request has a deadline, except for a lease, which waits until its caller cancels it. A request is sent again after
@@ -26,6 +26,7 @@ import uuid
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -39,13 +40,15 @@ from ..rpc.security import KeyPair
 from . import messages as m
 from .admission import LiveRules
 from .client_registry import connection_name
+from .encoded import EncodedRow, EncodedTrajectory
 from .group_table import group_number
 from .image_files import NO_IMAGES
 from .ledger import Counts, Unstepped, Withheld
 from .messages import BatchPlan, Lease, Stats
 from .schema import BUFFER, process_names
+from .segments import ArrayReading
 from .summed_stats import sum_of
-from .trajectory import DETAIL_LIMIT, BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
+from .trajectory import DETAIL_LIMIT, BatchRow, Outcome, Trajectory
 
 # Time without a reply after which a request is sent again. A lease or a batch may take longer; repeating one is cheap.
 RESEND_S = 5.0
@@ -91,6 +94,7 @@ class BufferClient:
         self._nearest = self._shards[first]
         self._asked: dict[asyncio.Task[tuple[Lease, ...]], tuple[str, int]] = {}  # shard, groups
         self._oldest = 0, 0  # of the plan that was taken last: its version, and the oldest with loss
+        self._arrays: list[Path] = []  # of each shard the folder of its arrays, as the newest plan says
 
     async def __aenter__(self) -> BufferClient:
         identity = connection_name(self.name, self.incarnation)
@@ -234,6 +238,7 @@ class BufferClient:
         start = time.monotonic()
         parts: list[BatchPlan[EncodedRow]] = await self._request_shards(m.TakeBatch(version), BatchPlan, deadline_s)
         stats = parts[0].stats
+        self._arrays = [Path(part.arrays) for part in parts]
         # The clock follows: its rules, as the last shard has taken its part, are those of the commit.
         if len(parts) > 1:
             left = max(RESEND_S, deadline_s - (time.monotonic() - start))
@@ -249,19 +254,16 @@ class BufferClient:
             withheld |= part.withheld
         return BatchPlan(version, oldest, tuple(groups), withheld, stats)
 
-    async def fetch_rows(
-        self, version: int, rows: Sequence[BatchRow], deadline_s: float | None = None
-    ) -> tuple[Trajectory, ...]:
-        """The trajectories of `rows`, in this order, of the batch of `version`, which is taken and not yet committed.
+    async def read_rows(self, rows: Sequence[BatchRow], deadline_s: float | None = None) -> tuple[Trajectory, ...]:
+        """The trajectories of `rows` of the plan that was taken last, in this order. Their arrays are read from the shards' files,
+        which keep them at least until the batch is committed.
 
         Raises:
-            StateError: there is no such batch, or a trajectory is not in it.
+            DeadlineExceeded: this host does not see all of them in time.
         """
-        wanted = self._by_shard([row.id for row in rows], self.shard_of)
-        requests = {shard: m.FetchRows(version, tuple(ids)) for shard, ids in wanted.items()}
-        replies = await self._request_each(requests, m.RowsReply, deadline_s)
-        arrays = {id: one for shard, ids in wanted.items() for id, one in zip(ids, replies[shard].arrays, strict=True)}
-        return tuple(row.with_arrays(arrays[row.id]) for row in rows)
+        places = [(self._arrays[self.shard_of(row.id)], row.position, row.nbytes) for row in rows]
+        arrays = await ArrayReading(places).run(self.name, self._deadline_s if deadline_s is None else deadline_s)
+        return tuple(row.with_arrays(np.frombuffer(one, np.uint8)) for row, one in zip(rows, arrays, strict=True))
 
     async def images(self, images: Iterable[PlacedImage]) -> dict[str, bytes]:
         """The files of `images`, by digest. Raises StateError where the buffer has one of them not."""
@@ -276,11 +278,11 @@ class BufferClient:
         return found
 
     async def take(self, version: int, deadline_s: float) -> BatchPlan[Trajectory]:
-        """The whole batch for `version`. Raises as `take_plan` and `fetch_rows`."""
+        """The whole batch for `version`. Raises as `take_plan` and `read_rows`."""
         start = time.monotonic()
         plan = await self.take_plan(version, deadline_s)
         left = deadline_s - (time.monotonic() - start)
-        rows = iter(await self.fetch_rows(version, list(itertools.chain.from_iterable(plan.groups)), left))
+        rows = iter(await self.read_rows(list(itertools.chain.from_iterable(plan.groups)), left))
         groups = tuple(tuple(itertools.islice(rows, len(group))) for group in plan.groups)
         return BatchPlan(version, plan.oldest_version, groups, plan.withheld, plan.stats)
 

@@ -28,12 +28,13 @@ from typing import NamedTuple, Self
 from ..common.outcomes import FAILED
 from ..errors import StoreError, WireError
 from .admission import ReplayCounters
+from .encoded import DeliveredTrajectory, EncodedTrajectory
 from .group_table import Episode, Group
 from .image_files import NO_IMAGES, named_files
 from .messages import Lease
 from .schema import EVALUATION_DATABASE, connect, require_schema, store_error
 from .store import Store, WriteBatch
-from .trajectory import DeliveredTrajectory, EncodedTrajectory, Outcome, Trajectory, by_version, sampled_of
+from .trajectory import Outcome, Trajectory, by_version, sampled_of
 
 log = logging.getLogger(__name__)
 

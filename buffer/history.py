@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from ..errors import StoreError, WireError
+from .encoded import EncodedRow
 from .run_stores import connect_run, read_mode
-from .trajectory import BatchRow, EncodedRow
+from .trajectory import BatchRow
 
 # Groups that have ended, from the first that was trained on after a version.
 ENDED = (

@@ -19,8 +19,9 @@ from ..common.bounded import Seconds, Version
 from ..common.images import NAME
 from ..rpc.wire import RpcMessage, RpcRefusal
 from .admission import LiveRules
+from .encoded import EncodedRow, EncodedTrajectory
 from .ledger import Ledger, Unstepped, Withheld
-from .trajectory import BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
+from .trajectory import BatchRow, Outcome, Trajectory
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]  # of a worker, or of one of its processes
 EpisodeId = Annotated[str, Meta(max_length=64)]  # `group.attempt.member`
@@ -108,15 +109,8 @@ class TakeBatch(BufferMessage, frozen=True):
     version: Version
 
 
-class FetchRows(BufferMessage, frozen=True):
-    """A learner rank requests trajectories, by their ids, of the batch of `version`, which is taken and not yet committed."""
-
-    version: Version
-    ids: tuple[TrajectoryId, ...]
-
-
 class FetchImages(BufferMessage, frozen=True):
-    """A learner rank requests the files of images, by their names, of trajectories that it has fetched. It asks again for those
+    """A learner rank requests the files of images, by their names, of trajectories that it has read. It asks again for those
     that a reply leaves out."""
 
     names: Annotated[tuple[Annotated[str, Meta(pattern=NAME)], ...], Meta(max_length=IMAGES_AT_ONCE)]
@@ -238,7 +232,7 @@ class Stats(BufferMessage, frozen=True):
 
 class BatchPlan(BufferMessage, Generic[Row], frozen=True):
     """One learner step's data: groups, oldest first. Rows are encoded on the wire, without arrays as a rank takes the plan, and
-    trajectories in a batch that is fetched whole."""
+    trajectories in a batch that is read whole."""
 
     version: int  # the version it was taken for
     oldest_version: int  # tokens sampled by an older version are context without loss
@@ -246,12 +240,8 @@ class BatchPlan(BufferMessage, Generic[Row], frozen=True):
     # Ids of episodes among them that carry no loss, and why; their rewards count in their groups.
     withheld: dict[str, Withheld]
     stats: Stats  # the buffer when the batch was handed out
-
-
-class RowsReply(BufferMessage, frozen=True):
-    """To FetchRows, in its order: the arrays of an `EncodedTrajectory` each. Their headers came with the plan."""
-
-    arrays: tuple[NDArray[np.uint8], ...]
+    # The folder of its rows' arrays, on every host of the run. Of one process of the buffer: each has its own.
+    arrays: str = ""
 
 
 class ImagesReply(BufferMessage, frozen=True):
@@ -273,7 +263,6 @@ Request = (
     | DeliverEpisode
     | Deregister
     | TakeBatch
-    | FetchRows
     | FetchImages
     | CommitBatch
     | DiscardBatch
@@ -293,7 +282,6 @@ Reply = (
     | RecoverReply
     | Stats
     | BatchPlan[EncodedRow]
-    | RowsReply
     | ImagesReply
     | TrajectoriesReply
     | Configured
@@ -301,7 +289,7 @@ Reply = (
 
 RIGHTS: dict[type, tuple[str, ...]] = {
     **dict.fromkeys((Register, RequestLease, ReportProgress, DeliverEpisode, Deregister), ("worker",)),
-    **dict.fromkeys((TakeBatch, FetchRows, CommitBatch, DiscardBatch, SetAside, StepFailed), ("learner",)),
+    **dict.fromkeys((TakeBatch, CommitBatch, DiscardBatch, SetAside, StepFailed), ("learner",)),
     **dict.fromkeys((MarkCheckpointed, Recover, RequestFresh, FetchImages), ("learner",)),
     Configure: ("supervisor",),
     RequestStats: ("worker", "evaluator", "learner", "supervisor"),

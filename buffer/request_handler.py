@@ -7,8 +7,8 @@ reads the store.
 
 Invariants:
 - A request that the state machine forbids, or that its sender may not make (`client_registry`), changes nothing and raises.
-- A delivery's frames are checked once and stay as they came: the store, the cache and the batch hold them, unencoded.
-- Memory is bounded: by the limits of the registry, the queue and the cache, what arrived since the last transaction, and one batch.
+- A delivery's frames are checked once and stay as they came: the store writes them, unencoded. Ranks read arrays from its files.
+- Memory is bounded: by the limits of the registry, the queue and the cache, what arrived since the last transaction, and one plan.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import StateError, WireError
 from ..rpc.server import RpcRequest, RpcServer
@@ -30,19 +27,19 @@ from ..rpc.wire import RpcRefusal
 from . import messages as m
 from .admission import LiveRules, ReplayCounters
 from .client_registry import ClientRegistry, LeaseQueue, LeaseRequest, enqueue
+from .encoded import DeliveredTrajectory, EncodedRow
 from .group_table import Episode, Group
 from .image_files import named_files, received
 from .ledger import Withheld
 from .replay import Replay
 from .store import CommitRow, Store, WriteBatch
 from .task_table import Attempt
-from .trajectory import DeliveredTrajectory, EncodedRow, sampled_of
+from .trajectory import sampled_of
 
 log = logging.getLogger(__name__)
 
 PendingReply = tuple[bytes, int, m.Reply | RpcRefusal]  # the connection, the number of its request, and the reply
-# Bytes of cached trajectories: 900 episodes of 8k tokens. Longer ones are read back from the file, which costs little for them.
-CACHE_BYTES = 64 << 20
+CACHE_BYTES = 64 << 20  # of headers that are kept; those of other trajectories are read back from the file
 
 
 class PendingWrites(msgspec.Struct):
@@ -53,13 +50,6 @@ class PendingWrites(msgspec.Struct):
     images: dict[str, bytes] = {}  # files that these name, by name
     commits: list[CommitRow] = []
     rolled_back_to: int | None = None  # the commits after this version no longer count
-
-
-class _Batch(NamedTuple):
-    """The batch that was taken last, until it is committed: its plan, and the arrays of its trajectories by id."""
-
-    plan: m.BatchPlan[EncodedRow]
-    arrays: dict[str, NDArray[np.uint8]]
 
 
 class RequestHandler:
@@ -90,9 +80,9 @@ class RequestHandler:
         self._lease_queue = LeaseQueue(replay.leases)
         self._batch_requests: dict[bytes, tuple[int, int]] = {}
         self._fresh_requests: list[tuple[bytes, int, int, int]] = []
-        self._batch: _Batch | None = None
+        self._plan: m.BatchPlan[EncodedRow] | None = None  # of the batch that is taken: the same for every rank
         self._recovered: tuple[bytes, int, m.RecoverReply] | None = None
-        self._cache = TrajectoryCache()
+        self._cache = RowCache()
 
     def drain(self) -> WriteBatch | None:
         """What the next transaction stores: everything that changed since the last call. None when nothing did."""
@@ -129,7 +119,7 @@ class RequestHandler:
                 reply = self._handle(request)
             except (StateError, WireError) as error:
                 reply = RpcRefusal(str(error))
-            if isinstance(request.message, m.FetchRows | m.FetchImages) and reply is not None:
+            if isinstance(request.message, m.FetchImages) and reply is not None:
                 server.reply(request.identity, request.number, reply)  # nothing has changed: no transaction to wait for
             elif reply is not None:
                 self._replies.append((request.identity, request.number, reply))
@@ -169,9 +159,6 @@ class RequestHandler:
                 clients.rank(identity)
                 enqueue(self._batch_requests, identity, (received.number, version))
                 return None
-            case m.FetchRows(version, ids):
-                clients.rank(identity)
-                return self._rows(version, ids)
             case m.FetchImages(names):
                 clients.rank(identity)
                 return m.ImagesReply(self._store.images.first(names))
@@ -200,7 +187,7 @@ class RequestHandler:
             case m.DiscardBatch(version, groups, reason):
                 clients.learner(identity)
                 replay.discard_batch(version, groups, reason)
-                self._batch = None
+                self._plan = None
             case m.SetAside(version, groups, reason):
                 clients.rank(identity)
                 return self._set_aside(replay.set_aside(version, groups), reason)
@@ -250,10 +237,13 @@ class RequestHandler:
             attempt = Attempt(first.task_id, first.metrics.get("reward_environment", reward))
         if self._replay.leases.deliver(request.episode_id, request.outcome, request.generated, kept, reward, attempt):
             came = sorted(zip(branches, encoded, strict=True), key=lambda pair: pair[0].branch)
-            arrived = [DeliveredTrajectory.of(request.episode_id, *branch) for branch in came]
+            arrived = [
+                DeliveredTrajectory.of(request.episode_id, *branch, self._store.reserve(branch[1].arrays.nbytes))
+                for branch in came
+            ]
             self.pending.trajectories[request.episode_id] = arrived
             self.pending.images |= files
-            self._cache.add(request.episode_id, arrived)
+            self._cache.add(request.episode_id, [one.row for one in arrived])
         if request.failed_branches:
             self._keep_failed(request, images)
 
@@ -274,7 +264,7 @@ class RequestHandler:
         groups = len(self._replay.table.in_state("batched"))
         before, rule = self._replay.version, self._replay.taken_under
         self._replay.commit(version, oldest)
-        self._batch = None
+        self._plan = None
         if self._replay.version != before:
             row = CommitRow(self._replay.version, time.time(), groups, rule.max_staleness, rule.groups_per_batch)
             self.pending.commits.append(row)
@@ -283,12 +273,12 @@ class RequestHandler:
         """`groups` are discarded, and the batch is no more; none where the batch stays as it is."""
         for group in groups:
             log.error("group %d is set aside, it cannot be trained on: %s", group.id, reason)
-            self._batch = None
+            self._plan = None
         return m.GroupsSetAside(tuple(group.id for group in groups))
 
     def _recover(self, version: int, publish_as: int | None) -> m.RecoverReply:
         recovered = self._replay.recover(version, publish_as)
-        self._batch = None
+        self._plan = None
         self._batch_requests.clear()
         self.pending.rolled_back_to = version
         return m.RecoverReply(recovered)
@@ -304,46 +294,24 @@ class RequestHandler:
             else:
                 if groups is None:
                     continue
-                self._batch = self._batch or self._make_batch(version, groups)
+                self._plan = self._plan or self._make_plan(version, groups)
                 self._cache.retain(self._may_be_batched)
-                replies.append((identity, number, self._batch.plan))
+                replies.append((identity, number, self._plan))
             del self._batch_requests[identity]
         return replies
 
-    def _make_batch(self, version: int, groups: list[Group]) -> _Batch:
-        """Held until it is committed: every rank gets the same arrays."""
+    def _make_plan(self, version: int, groups: list[Group]) -> m.BatchPlan[EncodedRow]:
         oldest = self._replay.taken_under.oldest_trainable(version)
-        trajectories = [self._trajectories(g) for g in groups]
-        rows = tuple(tuple(one.row for one in group) for group in trajectories)
+        rows = tuple(tuple(itertools.chain(*map(self._rows, members_of(group)))) for group in groups)
         withheld: dict[str, Withheld] = {e.id: e.withheld for g in groups for e in g.in_account("ready") if e.withheld}
-        return _Batch(
-            m.BatchPlan(version, oldest, rows, withheld, self._stats()),
-            {one.id: one.encoded.arrays for one in itertools.chain(*trajectories)},
-        )
+        return m.BatchPlan(version, oldest, rows, withheld, self._stats(), str(self._store.arrays.absolute()))
 
-    def _rows(self, version: int, ids: Sequence[str]) -> m.RowsReply:
-        """Of the trajectories `ids` of the batch that is taken. Raises StateError where there is no such batch or row."""
-        groups = self._replay.table.in_state("batched")
-        if version != self._replay.version or not groups:
-            raise StateError(f"no batch of version {version} is taken; the buffer is at version {self._replay.version}")
-        batch = self._batch = self._batch or self._make_batch(version, groups)  # none after a restart of the buffer
-        if unknown := [one for one in ids if one not in batch.arrays]:
-            raise StateError(f"the batch of version {version} holds no trajectory {unknown[0]!r}")
-        if len(set(ids)) < len(ids):
-            raise StateError(f"a trajectory of the batch of version {version} was requested twice at once")
-        return m.RowsReply(tuple(batch.arrays[one] for one in ids))
-
-    def _trajectories(self, group: Group) -> list[DeliveredTrajectory]:
-        """Of a group, by member and branch."""
-        episodes = sorted(group.in_account("ready"), key=lambda e: e.member)
-        return [one for e in episodes for one in self._branches(e)]
+    def _rows(self, episode: Episode) -> Sequence[EncodedRow]:
+        """Of its branches, in order."""
+        return self._cache.get(episode.id) or [one.row for one in self._branches(episode)]
 
     def _branches(self, episode: Episode) -> Sequence[DeliveredTrajectory]:
-        if found := self._cache.get(episode.id):
-            return found
-        if pending := self.pending.trajectories.get(episode.id):
-            return pending
-        return self._store.episode(episode.id)
+        return self.pending.trajectories.get(episode.id) or self._store.episode(episode.id)
 
     def _may_be_batched(self, episode_id: str) -> bool:
         group = self._replay.table.group_of(episode_id)
@@ -375,26 +343,35 @@ class RequestHandler:
         )
 
 
-class TrajectoryCache:
-    """Delivered trajectories by episode, so that the next batch is not read back from the file. At `CACHE_BYTES` it takes no more:
-    batches take the oldest groups first."""
+class RowCache:
+    """Rows of delivered trajectories by episode, so that the next plan is not read back from the file. At `CACHE_BYTES` it takes no
+    more: batches take the oldest groups first."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, Sequence[DeliveredTrajectory]] = {}
+        self._episodes: dict[str, Sequence[EncodedRow]] = {}
         self._bytes = 0
 
-    def add(self, episode_id: str, trajectories: Sequence[DeliveredTrajectory]) -> None:
-        """Hold the branches of a delivered episode, if there is room."""
-        size = sum(one.encoded.nbytes for one in trajectories)
+    def add(self, episode_id: str, rows: Sequence[EncodedRow]) -> None:
+        """Hold the rows of a delivered episode, if there is room."""
+        size = _nbytes(rows)
         if self._bytes + size <= CACHE_BYTES:
-            self._episodes[episode_id] = trajectories
+            self._episodes[episode_id] = rows
             self._bytes += size
 
-    def get(self, episode_id: str) -> Sequence[DeliveredTrajectory] | None:
-        """The branches of an episode; None when they are not held."""
-        return self._episodes.get(episode_id)
+    def get(self, episode_id: str) -> Sequence[EncodedRow]:
+        """The rows of an episode; none when they are not held."""
+        return self._episodes.get(episode_id, ())
 
     def retain(self, wanted: Callable[[str], bool]) -> None:
         """Remove the episodes that are not `wanted`."""
         for episode_id in [e for e in self._episodes if not wanted(e)]:
-            self._bytes -= sum(one.encoded.nbytes for one in self._episodes.pop(episode_id))
+            self._bytes -= _nbytes(self._episodes.pop(episode_id))
+
+
+def members_of(group: Group) -> list[Episode]:
+    """Its episodes that a batch has, in order."""
+    return sorted(group.in_account("ready"), key=lambda e: e.member)
+
+
+def _nbytes(rows: Sequence[EncodedRow]) -> int:
+    return sum(len(row.header) for row in rows)

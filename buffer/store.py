@@ -29,6 +29,7 @@ import numpy as np
 from ..errors import StoreError, WireError
 from . import retention
 from .admission import ReplayCounters
+from .encoded import DeliveredTrajectory, EncodedTrajectory
 from .group_table import Changed, Episode, Group
 from .image_files import NO_IMAGES, ImageFiles
 from .ledger import Counts
@@ -37,7 +38,7 @@ from .samplers import TaskStatistics
 from .schema import SCHEMA, SCHEMA_VERSION, connect, require_schema, store_error
 from .segments import SegmentLog, segments_path
 from .task_table import StoredTask, TaskChange
-from .trajectory import ARRAYS_LIMIT, DeliveredTrajectory, EncodedTrajectory, Outcome, Trajectory
+from .trajectory import ARRAYS_LIMIT, NOWHERE, Outcome, Trajectory
 
 WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a larger transaction
 # Values of one statement, which every SQLite takes, and bytes of several rows: it holds a copy of them.
@@ -136,6 +137,7 @@ class Store:
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             (end,) = self._db.execute(retention.END).fetchone()
             self._segments = SegmentLog(segments_path(path), end)
+            self._reserved = self._segments.end
             self._segments.delete_unnamed(self._is_named)
         except StoreError:
             self._db.close()
@@ -150,6 +152,12 @@ class Store:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
+    def reserve(self, size: int) -> int:
+        """The position of a trajectory's arrays, which the next `save` stores. Those that have one are saved in this order, and no
+        others with them. From another thread than `save`."""
+        position, self._reserved = self._reserved, self._reserved + size
+        return position
+
     def save(self, batch: WriteBatch) -> None:
         """Store it in one transaction, after the arrays and the images, which its rows name."""
         trajectories = list[Row]()
@@ -158,6 +166,11 @@ class Store:
         if batch.trajectories:
             with self._writing():
                 positions = self._segments.append([new.encoded.arrays.data for new in batch.trajectories])
+            for new, position in zip(batch.trajectories, positions, strict=True):
+                if new.row.position not in (NOWHERE, position):
+                    raise StoreError(
+                        f"trajectory {new.id} is stored at {position}, and {new.row.position} was reserved"
+                    )
             trajectories = [
                 (id, episode_id, group_id, reward, row.header, row.length, position, len(encoded.arrays))
                 for (id, episode_id, group_id, reward, encoded, row), position in zip(
@@ -209,10 +222,15 @@ class Store:
 
     # --- reading --------------------------------------------------------------------------------------------------
 
+    @property
+    def arrays(self) -> Path:
+        """The folder whose files hold the arrays of trajectories at their positions, see `segments.read_arrays`."""
+        return segments_path(self.path)
+
     def trajectories(self, group_id: int) -> list[Trajectory]:
         """All trajectories of a group that were kept, by member and branch."""
         found = self._read("episode_id IN (SELECT id FROM episodes WHERE group_id = ?)", group_id)
-        return [trajectory for trajectory, _ in found]
+        return [trajectory for trajectory, *_ in found]
 
     def episode(self, episode_id: str) -> list[DeliveredTrajectory]:
         """The branches of one delivered episode, in order."""
@@ -253,18 +271,18 @@ class Store:
                         )
         return found
 
-    def _read(self, where: str, value: object) -> list[tuple[Trajectory, EncodedTrajectory]]:
-        """By member and branch."""
+    def _read(self, where: str, value: object) -> list[tuple[Trajectory, EncodedTrajectory, int]]:
+        """With their positions, by member and branch."""
         with self._reading():
             rows = self._db.execute(
                 f"SELECT id, header, length, bytes, arrays FROM trajectories WHERE {where}", (value,)
             ).fetchall()
             found = [self._trajectory(*row) for row in rows]
-        return sorted(found, key=lambda pair: (pair[0].member, pair[0].branch))
+        return sorted(found, key=lambda one: (one[0].member, one[0].branch))
 
     def _trajectory(
         self, trajectory_id: str, header: object, length: object, size: object, position: object
-    ) -> tuple[Trajectory, EncodedTrajectory]:
+    ) -> tuple[Trajectory, EncodedTrajectory, int]:
         what = f"trajectory {trajectory_id}"
         if not (isinstance(header, bytes) and isinstance(size, int) and isinstance(position, int)):
             raise self._damaged(what, "its arrays or its header are missing")
@@ -279,7 +297,7 @@ class Store:
             raise self._damaged(what, error) from None
         if (trajectory.id, len(trajectory)) != (trajectory_id, length):
             raise self._damaged(what, f"it holds {trajectory.id} of {len(trajectory)} tokens")
-        return trajectory, encoded
+        return trajectory, encoded, position
 
     def _is_named(self, start: int, end: int) -> bool:
         """Whether a row names arrays at these positions."""

@@ -15,10 +15,9 @@ Invariants, checked by `Trajectory.check` before anything is accepted into the b
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -28,9 +27,9 @@ from numpy.typing import NDArray
 from ..common.bounded import Seconds
 from ..common.images import PlacedImage, misplaced
 from ..common.outcomes import FAILED
-from ..common.routed_experts import ExpertLayout, layout_of
+from ..common.routed_experts import ExpertLayout
 from ..errors import WireError
-from ..rpc.wire import FORMAT, FRAME_LIMIT
+from ..rpc.wire import FRAME_LIMIT
 
 # Tokens in one trajectory. Beyond any context served today; keeps a forged header from allocating memory.
 LENGTH_LIMIT = 1 << 22
@@ -42,6 +41,7 @@ SEGMENTS_LIMIT = 4000  # messages that a branch names: 100 kB; a conversation ma
 CALLS_LIMIT = 1000  # calls of environments and tools that a trajectory records: 40 kB; an agent may make any number
 DETAIL_LIMIT = 4000  # characters of a failure's detail
 LOGPROB_LIMIT = 1e-4  # nats: how far above 0 rounding may take the log-prob of a token that is certain
+NOWHERE = -1  # position of arrays that no shard stores beside its file
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -190,20 +190,27 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
 
 
 class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
-    """A trajectory of a batch without its arrays, which `BufferClient.fetch_rows` fetches by its id."""
+    """A trajectory of a batch without its arrays, which `BufferClient.read_rows` reads at their position."""
 
     length: int = 0
+    position: int = NOWHERE
+    """Where its arrays begin among those of its shard, see `segments`."""
     prompt: int = 0
     """Hash of the tokens and images before the first sampled one."""
 
     def __len__(self) -> int:
         return self.length
 
+    @property
+    def nbytes(self) -> int:
+        """Of its arrays."""
+        return token_bytes(self.expert_layout) * self.length
+
     def with_arrays(self, arrays: NDArray[np.uint8]) -> Trajectory:
         """The trajectory that the buffer holds `arrays` of. Raises WireError where they are of another length."""
-        if len(arrays) != token_bytes(self.expert_layout) * self.length:
+        if len(arrays) != self.nbytes:
             raise WireError(f"trajectory {self.id!r}: {len(arrays)} bytes of arrays came for {self.length} tokens")
-        return _trajectory(_header_of(self), self.expert_layout, arrays)
+        return trajectory_of(header_of(self), self.expert_layout, arrays)
 
 
 class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
@@ -267,88 +274,17 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
         require(covered == self.loss_mask.tobytes(), "version spans must cover exactly the sampled tokens")
 
 
-class EncodedRow(msgspec.Struct, frozen=True):
-    """A `BatchRow` on the wire: the header as its worker encoded it, and what the arrays add to it."""
-
-    header: bytes
-    length: int
-    prompt: int
-
-    def decode(self) -> BatchRow:
-        """Raises WireError."""
-        return BatchRow(*_decode_header(self.header), length=self.length, prompt=self.prompt)
-
-
-class EncodedTrajectory(msgspec.Struct, frozen=True):
-    """A trajectory as its worker encoded it: these bytes are delivered, stored, and sent to the learner."""
-
-    header: bytes  # the format byte of `rpc.wire`, and msgpack of a `TrajectoryHeader`
-    arrays: NDArray[np.uint8]  # uint8[9 T] and more where there are experts: token ids, log-probs, loss mask, experts
-
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> EncodedTrajectory:
-        experts = trajectory.experts
-        layout = None if experts is None else layout_of(experts)
-        header = msgspec.structs.replace(TrajectoryHeader(*_header_of(trajectory)), expert_layout=layout)
-        arrays = [trajectory.token_ids, trajectory.behavior_logprobs, trajectory.loss_mask]
-        arrays += [] if experts is None else [experts]
-        joined = b"".join(np.ascontiguousarray(one).data for one in arrays)
-        return cls(FORMAT + msgspec.msgpack.encode(header), np.frombuffer(joined, dtype=np.uint8))
-
-    def decode(self) -> Trajectory:
-        """Arrays are views of the bytes. Raises WireError; the invariants of this module are not checked."""
-        header = _decode_header(self.header)
-        layout: ExpertLayout | None = header[-1]
-        if len(self.arrays) % token_bytes(layout):
-            raise WireError(f"{len(self.arrays)} bytes of arrays are not {token_bytes(layout)} for each token")
-        return _trajectory(header, layout, self.arrays)
-
-    @property
-    def row(self) -> EncodedRow:
-        """Without its arrays."""
-        return self.row_of(self.decode())
-
-    def row_of(self, decoded: Trajectory) -> EncodedRow:
-        """The same, where it is decoded."""
-        size = int(decoded.loss_mask.argmax())
-        # 56 bits: numpy and msgpack take it as int64
-        prompt = hashlib.blake2b(self.arrays[: 4 * size].data, digest_size=7)
-        for image in decoded.images:
-            prompt.update(image.digest.encode() if image.end <= size else b"")
-        return EncodedRow(self.header, len(decoded), int.from_bytes(prompt.digest(), "big"))
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.header) + self.arrays.nbytes
-
-
-class DeliveredTrajectory(NamedTuple):
-    """A trajectory as the buffer holds it: its frames, and what its rows in the file and in a batch say. `row` is made when it
-    comes, while its bytes are in the processor's cache. The hundreds of objects that were decoded to check it are freed."""
-
-    id: str
-    episode_id: str
-    group_id: int
-    reward: float
-    encoded: EncodedTrajectory
-    row: EncodedRow
-
-    @classmethod
-    def of(cls, episode_id: str, decoded: Trajectory, encoded: EncodedTrajectory) -> DeliveredTrajectory:
-        return cls(decoded.id, episode_id, decoded.group_id, decoded.reward, encoded, encoded.row_of(decoded))
-
-
 def token_bytes(layout: ExpertLayout | None) -> int:
     """Bytes of all arrays per token."""
     return TOKEN_BYTES + (0 if layout is None else layout.token_bytes)
 
 
-def _header_of(one: TrajectoryHeader) -> tuple[Any, ...]:
+def header_of(one: TrajectoryHeader) -> tuple[Any, ...]:
     """The values of its `TrajectoryHeader`."""
     return msgspec.structs.astuple(one)[: len(TrajectoryHeader.__struct_fields__)]
 
 
-def _trajectory(header: tuple[Any, ...], layout: ExpertLayout | None, arrays: NDArray[np.uint8]) -> Trajectory:
+def trajectory_of(header: tuple[Any, ...], layout: ExpertLayout | None, arrays: NDArray[np.uint8]) -> Trajectory:
     """Of the values of a `TrajectoryHeader` and all arrays of T tokens."""
     own = TOKEN_BYTES * (len(arrays) // token_bytes(layout))
     ids, logprobs, mask = split_arrays(arrays[:own])
@@ -364,19 +300,6 @@ def split_arrays(arrays: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[
         arrays[4 * tokens : 8 * tokens].view(np.float32),
         arrays[8 * tokens :].view(np.bool_),
     )
-
-
-_header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)
-
-
-def _decode_header(header: bytes) -> tuple[Any, ...]:
-    """The values of a `TrajectoryHeader`. Raises WireError."""
-    if header[:1] != FORMAT:
-        raise WireError(f"unknown format {header[:1].hex()!r} of a trajectory; this side knows {FORMAT.hex()}")
-    try:
-        return msgspec.structs.astuple(_header_decoder.decode(memoryview(header)[1:]))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not a trajectory: {error}") from None
 
 
 def sampled_of(episode_id: str, branches: Sequence[Trajectory]) -> dict[int, int]:

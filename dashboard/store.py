@@ -21,9 +21,10 @@ from typing import Any
 import msgspec
 
 from ..buffer.admission import ReplayCounters
+from ..buffer.encoded import EncodedRow
 from ..buffer.run_stores import connect_run, parts, read_mode, shard_index
 from ..buffer.schema import DATABASE, store_error
-from ..buffer.trajectory import BatchRow, EncodedRow
+from ..buffer.trajectory import BatchRow
 from ..errors import StoreError, WireError
 
 ROWS = 2000  # of one query: headers of some kilobytes each are read within 50 ms

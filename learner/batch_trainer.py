@@ -189,7 +189,7 @@ class BatchTrainer:
         """Add the trajectories `names` of the batch to `rows`, where they are not there."""
         missing = [row for row in chain.from_iterable(taken.groups) if row.id in names and row.id not in rows]
         if missing:
-            rows |= {row.id: row for row in self._replayable(await self._buffer.fetch_rows(taken.version, missing))}
+            rows |= {row.id: row for row in self._replayable(await self._buffer.read_rows(missing))}
 
     async def _fill_columns(
         self, batch: TrainBatch, rows: Mapping[str, Trajectory], others: Sequence[Trajectory] = ()

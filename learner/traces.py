@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from ..buffer.encoded import EncodedTrajectory
 from ..buffer.messages import BatchPlan
-from ..buffer.trajectory import BatchRow, EncodedTrajectory, Trajectory
+from ..buffer.trajectory import BatchRow, Trajectory
 from ..common.fsio import write_atomic
 
 FILE = "traces.msgpack"  # in the folder of a run

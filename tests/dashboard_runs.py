@@ -6,19 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from slipstream.buffer.admission import Admission, ReplayConfig
+from slipstream.buffer.encoded import DeliveredTrajectory, EncodedTrajectory
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.store import CommitRow, Store, WriteBatch
-from slipstream.buffer.trajectory import (
-    FINISHED,
-    DeliveredTrajectory,
-    EncodedTrajectory,
-    EnvCall,
-    Outcome,
-    Trajectory,
-    Turn,
-    VersionSpan,
-    by_version,
-)
+from slipstream.buffer.trajectory import FINISHED, EnvCall, Outcome, Trajectory, Turn, VersionSpan, by_version
 from slipstream.tests.synthetic_runs import synthetic
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

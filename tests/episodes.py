@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 import numpy as np
-from slipstream.buffer.trajectory import FINISHED, BatchRow, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from slipstream.buffer.encoded import EncodedTrajectory
+from slipstream.buffer.trajectory import FINISHED, BatchRow, Trajectory, Turn, VersionSpan
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
 
 SAMPLED = 3

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 from slipstream.buffer import messages as m
 from slipstream.buffer.admission import LiveRules
+from slipstream.buffer.encoded import EncodedTrajectory
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Outcome
+from slipstream.buffer.trajectory import FINISHED, Outcome
 from slipstream.rpc import wire
 from slipstream.rpc.wire import RpcRefusal
 from slipstream.tests.episodes import trajectory
@@ -90,7 +91,6 @@ def forged_ids(rng: random.Random, captured: Sequence[Frames]) -> Frames:
         m.MarkCheckpointed(version),
         m.Recover(version),
         m.TakeBatch(version),
-        m.FetchRows(version, (f"{episode}.0",)),
         m.RequestFresh(version, 1 << 16),
         m.Configure(1 << 40, LiveRules(0, 1, 2, "drop")),
         m.SetAside(version, (0, rng.randrange(100)), "forged"),

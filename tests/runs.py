@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from slipstream.buffer.trajectory import EncodedTrajectory, Trajectory
+from slipstream.buffer.encoded import EncodedTrajectory
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs import load
 from slipstream.envs import task_source
 from slipstream.launch.init_model import TinyModelShape, init_model

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from slipstream.buffer.encoded import DeliveredTrajectory, EncodedTrajectory
 from slipstream.buffer.store import Store, WriteBatch
-from slipstream.buffer.trajectory import FINISHED, DeliveredTrajectory, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from slipstream.buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
 from slipstream.common.spans import Id, Span
 from slipstream.configs import Config, dump, load
 from slipstream.monitor.metrics import METRICS, MetricsWriter

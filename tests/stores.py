@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slipstream.buffer.admission import Admission, ReplayConfig
+from slipstream.buffer.encoded import DeliveredTrajectory, EncodedTrajectory
 from slipstream.buffer.group_table import Changed, Group
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.segments import segments_path
 from slipstream.buffer.store import CommitRow, Store, WriteBatch
-from slipstream.buffer.trajectory import FINISHED, DeliveredTrajectory, EncodedTrajectory, Trajectory
+from slipstream.buffer.trajectory import FINISHED, Trajectory
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
 

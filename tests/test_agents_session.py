@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.agents import Completion, ContextExhausted, Session, load_agent, load_renderer, render_demonstration
 from slipstream.agents.base import RequestTiming
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Turn, VersionSpan
+from slipstream.buffer.encoded import EncodedTrajectory
+from slipstream.buffer.trajectory import FINISHED, Turn, VersionSpan
 from slipstream.configs.environments import ReasoningGym
 from slipstream.configs.schema import Agent
 from slipstream.envs import CALCULATOR, Message, Observation, task_source
 from slipstream.errors import EngineError, PolicyError
 from slipstream.launch.init_model import init_model
+from slipstream.tests.tiers import examples
 from transformers import AutoTokenizer
 
 TOOLS = (CALCULATOR.spec,)
@@ -176,7 +178,7 @@ async def test_aborts_that_use_up_the_budget_end_by_length(renderer, tokenizer):
 
 
 @given(st.integers(0, 1 << 32))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 async def test_partial_rollouts_over_many_versions_lose_no_token(seed):
     """An engine that cuts off at any place, with weights and kept KV that change at any token, over several turns."""
     rng = random.Random(seed)

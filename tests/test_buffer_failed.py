@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 from slipstream.buffer.client import BufferClient
+from slipstream.buffer.encoded import EncodedTrajectory
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.messages import BatchPlan, Lease
 from slipstream.buffer.store import WriteBatch
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Outcome, Trajectory
+from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
 from slipstream.errors import StateError
 from slipstream.learner.batch import flatten

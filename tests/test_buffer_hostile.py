@@ -21,9 +21,10 @@ from slipstream.buffer import client as client_module
 from slipstream.buffer import messages as m
 from slipstream.buffer.admission import LiveRules
 from slipstream.buffer.client import BufferClient, R
+from slipstream.buffer.encoded import EncodedTrajectory
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.messages import BatchPlan
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Outcome, Trajectory
+from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.errors import StateError
 from slipstream.rpc import wire
 from slipstream.rpc.server import NO_REQUEST
@@ -284,8 +285,6 @@ def any_request(rng: random.Random, now: int) -> tuple[str, m.Request]:
         return worker, kind(worker)
     if kind is m.RequestFresh:
         return "learner", m.RequestFresh(version, rng.choice([0, 1, 1 << 16]))
-    if kind is m.FetchRows:
-        return "learner", m.FetchRows(version, (f"{episode}.0",) * rng.randint(0, 2))
     if kind is m.FetchImages:
         return "learner", m.FetchImages((f"{rng.randint(0, 9):064x}.png",) * rng.randint(0, 2))
     if kind is m.DiscardBatch:
@@ -307,7 +306,6 @@ GIVEN = {
     m.RecoverReply,
     m.GroupsSetAside,
     m.BatchPlan,
-    m.RowsReply,
     m.ImagesReply,
     m.TrajectoriesReply,
     m.Stats,

@@ -9,39 +9,39 @@ import pytest
 from slipstream.buffer import client as client_module
 from slipstream.buffer import request_handler
 from slipstream.buffer.client import BufferClient
-from slipstream.buffer.request_handler import TrajectoryCache
-from slipstream.buffer.trajectory import FINISHED, DeliveredTrajectory
+from slipstream.buffer.encoded import EncodedRow, EncodedTrajectory
+from slipstream.buffer.request_handler import RowCache
+from slipstream.buffer.trajectory import FINISHED
 from slipstream.configs.schema import Buffer
 from slipstream.tests.episodes import SAMPLED, trajectory
 from slipstream.tests.fleets import buffer_service, mark_served
-from slipstream.tests.stores import new_trajectory
 
 SOON = 60.0
 
 
-def delivered(episode: str) -> DeliveredTrajectory:
-    return new_trajectory(episode, trajectory(episode))
+def rows(episode: str) -> list[EncodedRow]:
+    return [EncodedTrajectory.of(trajectory(episode)).row]
 
 
 def test_the_cache_holds_an_episode_until_it_is_removed() -> None:
-    cache, one = TrajectoryCache(), (delivered("0.0.0"),)
+    cache, one = RowCache(), rows("0.0.0")
     cache.add("0.0.0", one)
-    cache.add("1.0.0", (delivered("1.0.0"),))
+    cache.add("1.0.0", rows("1.0.0"))
     assert cache.get("0.0.0") is one
     cache.retain(lambda episode: episode == "1.0.0")
-    assert cache.get("0.0.0") is None
-    assert cache.get("1.0.0") is not None
+    assert not cache.get("0.0.0")
+    assert cache.get("1.0.0")
 
 
 def test_beyond_its_limit_it_takes_no_more_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_handler, "CACHE_BYTES", 2 * delivered("0.0.0").encoded.nbytes)
-    cache = TrajectoryCache()
+    monkeypatch.setattr(request_handler, "CACHE_BYTES", 2 * len(rows("0.0.0")[0].header))
+    cache = RowCache()
     for number in range(3):
-        cache.add(f"{number}.0.0", (delivered(f"{number}.0.0"),))
-    assert [cache.get(f"{n}.0.0") is not None for n in range(3)] == [True, True, False]
+        cache.add(f"{number}.0.0", rows(f"{number}.0.0"))
+    assert [bool(cache.get(f"{n}.0.0")) for n in range(3)] == [True, True, False]
     cache.retain(lambda episode: episode != "0.0.0")
-    cache.add("3.0.0", (delivered("3.0.0"),))
-    assert cache.get("3.0.0") is not None
+    cache.add("3.0.0", rows("3.0.0"))
+    assert cache.get("3.0.0")
 
 
 async def test_leases_are_shared_by_turns_and_never_more_than_wanted(

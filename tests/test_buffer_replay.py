@@ -29,19 +29,21 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from slipstream.buffer.admission import Admission, Filter, LiveRules, OnDeadline, ReplayConfig
+from slipstream.buffer.encoded import DeliveredTrajectory
 from slipstream.buffer.group_table import Group, GroupState
 from slipstream.buffer.ledger import Ledger, VersionLedgers
 from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import UNUSABLE_BATCHES, Replay
 from slipstream.buffer.store import CommitRow, Store, WriteBatch
-from slipstream.buffer.trajectory import FINISHED, TRUNCATED, DeliveredTrajectory, Outcome
+from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome
 from slipstream.errors import StateError
 from slipstream.tests import replay_model
 from slipstream.tests.episodes import trajectory_of
 from slipstream.tests.stores import new_trajectory
+from slipstream.tests.tiers import examples
 
-EXAMPLES = int(os.environ.get("SLIPSTREAM_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("SLIPSTREAM_EXAMPLES", examples(100)))
 LEASE_S = 10.0
 WORKERS = ("a", "b")
 MEMORY = Path("/dev/shm")  # hundreds of small databases: where there is one, a folder that never waits for a disk

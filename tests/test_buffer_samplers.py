@@ -26,6 +26,7 @@ from slipstream.buffer.task_table import Attempt, TaskTable
 from slipstream.buffer.trajectory import FINISHED, Outcome
 from slipstream.errors import EnvError
 from slipstream.tests.stores import opened, sql
+from slipstream.tests.tiers import examples
 
 GROUP = 8
 
@@ -86,7 +87,7 @@ def test_while_groups_are_played_no_unseen_task_is_chosen_twice() -> None:
     assert len(set(chosen)) > 10  # half of the draws are unseen ones
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 99), kills=st.sets(st.integers(1, 199), max_size=4), tasks=st.integers(1, 40))
 def test_a_buffer_that_was_killed_chooses_as_one_that_was_not(
     seed: int, kills: set[int], tasks: int, tmp_path_factory: pytest.TempPathFactory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sqlite3
 import sys
 import time
@@ -21,13 +22,14 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.messages import BatchPlan, Lease
+from slipstream.buffer.segments import segments_path
 from slipstream.buffer.service import LEASE_S
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
-from slipstream.errors import DeadlineExceeded, StateError, StoreError, WireError
+from slipstream.errors import DeadlineExceeded, StateError, StoreError
 from slipstream.rpc import wire
-from slipstream.tests.episodes import SAMPLED, row_of, trajectory
+from slipstream.tests.episodes import SAMPLED, trajectory
 from slipstream.tests.fleets import buffer_service, mark_served, publishing_fleet
 from slipstream.tests.stores import segments, sql
 
@@ -156,7 +158,7 @@ async def test_several_workers_feed_one_learner(path: Path, address: str) -> Non
         assert ledger_report(path).total == stats.ledger
 
 
-async def test_a_rank_fetches_the_rows_that_it_trains_on(path: Path, address: str) -> None:
+async def test_a_rank_reads_the_rows_that_it_trains_on_from_the_file(path: Path, address: str) -> None:
     async with (
         BufferClient(address, "rank-0") as first,
         BufferClient(address, "rank-1") as second,
@@ -166,30 +168,46 @@ async def test_a_rank_fetches_the_rows_that_it_trains_on(path: Path, address: st
         async with serving(path, address):
             mark_served(first, await first.recover(0))
             await play(worker, await worker.lease())
-            with pytest.raises(StateError, match="no batch of version 0 is taken; the buffer is at version 0"):
-                await second.fetch_rows(0, [row_of(trajectory("0.0.0"))])
             plan = await first.take_plan(0, SOON)
             assert [(row.id, len(row), row.sampled) for row in plan.groups[0]] == [
                 ("0.0.0.0", 1 + SAMPLED, SAMPLED),
                 ("0.0.1.0", 1 + SAMPLED, SAMPLED),
             ]
             one, other = plan.groups[0]
-            (row,) = await second.fetch_rows(0, [other])
-            with pytest.raises(StateError, match="worker is no rank"):
-                await worker.fetch_rows(0, [one])
+            assert (await second.take_plan(0, SOON)).groups == plan.groups
+            (row,) = await second.read_rows([other])
+        again = await second.read_rows([other, one])  # no process of the buffer is asked
+        assert [each.id for each in again] == ["0.0.1.0", "0.0.0.0"]
+        assert again[0].token_ids.tolist() == row.token_ids.tolist() == list(range(1 + SAMPLED))
         async with serving(path, address):  # a restart of the buffer changes nothing
-            again = await second.fetch_rows(0, [other, one])
-            assert [each.id for each in again] == ["0.0.1.0", "0.0.0.0"]
-            assert again[0].token_ids.tolist() == row.token_ids.tolist() == list(range(1 + SAMPLED))
-            with pytest.raises(StateError, match=r"the batch of version 0 holds no trajectory '1\.0\.0\.0'"):
-                await second.fetch_rows(0, [one, row_of(trajectory("1.0.0"))])
-            with pytest.raises(WireError, match=r"trajectory '0\.0\.0\.0': 36 bytes of arrays came for 3 tokens"):
-                await second.fetch_rows(0, [msgspec.structs.replace(one, length=3)])
-            with pytest.raises(StateError, match="requested twice at once"):
-                await second.fetch_rows(0, [one, one])
-            await first.commit(0)
-            with pytest.raises(StateError, match="no batch of version 0 is taken; the buffer is at version 1"):
-                await second.fetch_rows(0, [one])
+            assert (await first.take_plan(0, SOON)).groups == plan.groups
+            assert [each.id for each in await first.read_rows([one, other])] == ["0.0.0.0", "0.0.1.0"]
+
+
+async def test_bytes_that_a_host_sees_late_are_waited_for_and_those_that_never_come_are_named(
+    path: Path, address: str
+) -> None:
+    async with (
+        serving(path, address),
+        BufferClient(address, "rank-0") as rank,
+        BufferClient(address, "worker") as worker,
+        asyncio.timeout(SOON),
+    ):
+        mark_served(rank, await rank.recover(0))
+        await play(worker, await worker.lease())
+        rows = (await rank.take_plan(0, SOON)).groups[0]
+        (segment,) = segments_path(path).iterdir()
+        hidden = segment.rename(path.with_name("hidden"))  # as a network file system that does not show it yet
+        reading = asyncio.create_task(rank.read_rows(rows))
+        assert await waits(reading)
+        segment.write_bytes(hidden.read_bytes()[:40])  # and now a part of it
+        assert await waits(reading)
+        hidden.rename(segment)
+        assert [row.id for row in await reading] == ["0.0.0.0", "0.0.1.0"]
+        segment.rename(hidden)
+        where = f"{segments_path(path)} has not all of the 36 bytes at 0; does every host see the same folder"
+        with pytest.raises(DeadlineExceeded, match=f"rank-0.* the arrays of its batch.*{re.escape(where)}"):
+            await rank.read_rows(rows, 0.3)
 
 
 async def test_two_ranks_get_the_same_batch_until_it_is_committed(path: Path, address: str) -> None:

@@ -146,7 +146,7 @@ async def test_without_staleness_nothing_is_in_flight_between_two_versions(tmp_p
         check_accounts(buffer, 12)
 
 
-async def test_every_rank_takes_the_same_batch_and_fetches_its_rows_from_the_shards(tmp_path: Path) -> None:
+async def test_every_rank_takes_the_same_batch_and_reads_its_rows_from_the_files_of_the_shards(tmp_path: Path) -> None:
     async with (
         RunningBuffer(tmp_path, TWO) as buffer,
         buffer.client("learner-0") as first,
@@ -160,10 +160,10 @@ async def test_every_rank_takes_the_same_batch_and_fetches_its_rows_from_the_sha
         rows = [row for group in reversed(plans[1].groups) for row in group]
         for number in (1, 2):
             await buffer.restart(number)  # the batch is of the file then
-        fetched = await second.fetch_rows(0, rows)
-        assert [one.id for one in fetched] == [row.id for row in rows]
-        with pytest.raises(StateError, match="no batch of version 1"):
-            await second.fetch_rows(1, rows)
+        read = await second.read_rows(rows)
+        assert [one.id for one in read] == [row.id for row in rows]
+        assert {row.group_id % 2 for row in rows} == {0, 1}
+        assert (await second.take_plan(0, SOON)).groups == plans[0].groups
         fresh = await first.fresh(0, 3)
         assert len(fresh) <= 3
         assert [one.group_id for one in fresh] == sorted((one.group_id for one in fresh), reverse=True)

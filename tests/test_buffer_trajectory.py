@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.buffer import trajectory as module
 from slipstream.buffer.client import BufferClient
-from slipstream.buffer.trajectory import (
-    FINISHED,
-    TRUNCATED,
-    EncodedTrajectory,
-    Outcome,
-    Trajectory,
-    Turn,
-    VersionSpan,
-    sampled_of,
-)
+from slipstream.buffer.encoded import EncodedTrajectory
+from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory, Turn, VersionSpan, sampled_of
 from slipstream.errors import WireError
 
 VALID = Trajectory(

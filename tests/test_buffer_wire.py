@@ -8,21 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.buffer import messages as m
+from slipstream.buffer.encoded import DeliveredTrajectory, EncodedTrajectory
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.trajectory import (
-    FINISHED,
-    TRUNCATED,
-    DeliveredTrajectory,
-    EncodedTrajectory,
-    Outcome,
-    Trajectory,
-    TrajectoryHeader,
-    Turn,
-    VersionSpan,
-)
+from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory, TrajectoryHeader, Turn, VersionSpan
 from slipstream.errors import WireError
 from slipstream.rpc import wire
 from slipstream.rpc.wire import RpcRefusal
+from slipstream.tests.tiers import examples
 
 
 @st.composite
@@ -99,7 +91,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
 
 
 @given(st.integers(0, 3).flatmap(lambda n: st.tuples(*[trajectories(branch=i) for i in range(n)])))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_delivery_survives_the_wire(branches: tuple[Trajectory, ...]) -> None:
     sent = deliver(*branches)
     frames = wire.encode(sent)
@@ -286,7 +278,7 @@ def test_a_hostile_header_is_refused(header: bytes) -> None:
 
 
 @given(st.lists(st.binary(max_size=64), max_size=4), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_random_bytes_are_refused(frames: list[bytes], ours: bool) -> None:
     frames = [wire.FORMAT + frames[0], *frames[1:]] if ours and frames else frames
     with pytest.raises(WireError):
@@ -294,7 +286,7 @@ def test_random_bytes_are_refused(frames: list[bytes], ours: bool) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_damaged_delivery_is_refused_or_still_valid(data: st.DataObject) -> None:
     frames = as_bytes(wire.encode(deliver(EXAMPLE, msgspec.structs.replace(EXAMPLE, id="3.1.2.1", branch=1))))
     for _ in range(data.draw(st.integers(1, 3))):

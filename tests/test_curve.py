@@ -118,7 +118,6 @@ FORBIDDEN = {
         m.MarkCheckpointed(0),
         m.Recover(0),
         m.TakeBatch(0),
-        m.FetchRows(0, ()),
         m.RequestFresh(0, 1),
         m.Configure(9, m.LiveRules.of(CONFIG)),
         m.Register("worker-1", "x"),

@@ -10,10 +10,11 @@ import pytest
 from slipstream.buffer import image_files
 from slipstream.buffer import messages as m
 from slipstream.buffer.client import BufferClient
+from slipstream.buffer.encoded import EncodedTrajectory
 from slipstream.buffer.evaluation_episodes import EvaluationEpisodes
 from slipstream.buffer.image_files import ImageFiles
 from slipstream.buffer.messages import Lease
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Outcome, Trajectory
+from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.common.images import PlacedImage, digest_of
 from slipstream.configs.schema import Buffer
 from slipstream.errors import StateError

@@ -12,7 +12,8 @@ import pytest
 from slipstream.agents import Completion, load_renderer
 from slipstream.agents.chat_images import chat_parts, require_text
 from slipstream.agents.session import to_chat
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, VersionSpan
+from slipstream.buffer.encoded import EncodedTrajectory
+from slipstream.buffer.trajectory import FINISHED, Trajectory, VersionSpan
 from slipstream.common.images import PlacedImage, PromptImage, digest_of
 from slipstream.envs import Image, Message, ToolCall, ToolEnv
 from slipstream.envs.base import check_images

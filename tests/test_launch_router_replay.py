@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slipstream.buffer.encoded import EncodedTrajectory
 from slipstream.buffer.segments import read_arrays, segments_path, starts_of
-from slipstream.buffer.trajectory import EncodedTrajectory
 from slipstream.configs import load
 from slipstream.errors import ConfigError
 from slipstream.launch.model_checks import check_experts_fit

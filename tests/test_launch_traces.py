@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory
+from slipstream.buffer.encoded import EncodedTrajectory
+from slipstream.buffer.trajectory import FINISHED, Trajectory
 from slipstream.configs import load
 from slipstream.errors import ConfigError
 from slipstream.launch.cli.main import main

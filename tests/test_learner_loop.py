@@ -108,9 +108,8 @@ class Buffer:
         await asyncio.sleep(self.batch_in)
         return BatchPlan(version, 0, (tuple(map(row_of, self.group(version))),), {}, await self.stats())
 
-    async def fetch_rows(self, version: int, rows: Sequence[BatchRow]) -> tuple[Trajectory, ...]:
-        held = {one.id: one for one in self.group(version)}
-        return tuple(held[row.id] for row in rows)
+    async def read_rows(self, rows: Sequence[BatchRow]) -> tuple[Trajectory, ...]:
+        return tuple(trajectory(row.episode, version=row.version_spans[0].version) for row in rows)
 
     def group(self, version: int) -> list[Trajectory]:
         return [trajectory(f"0.0.{member}", version=version) for member in range(2)]

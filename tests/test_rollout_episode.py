@@ -15,8 +15,9 @@ import pytest
 import uvloop
 from slipstream.agents import Completion, Session, load_agent, load_renderer
 from slipstream.agents.base import Agent, Generate
+from slipstream.buffer.encoded import EncodedTrajectory
 from slipstream.buffer.messages import Lease
-from slipstream.buffer.trajectory import EncodedTrajectory, VersionSpan
+from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs import load
 from slipstream.configs.reward import Classifier, Judge
 from slipstream.configs.schema import Failure, Reason

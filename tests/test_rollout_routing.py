@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.rollout import routing
 from slipstream.rollout.routing import INITIAL_LENGTH, Assignment, ReplicaState, RouteRequest, RoutingTable
+from slipstream.tests.tiers import examples
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 LIMIT = 3
@@ -57,7 +58,7 @@ REPLICA_INFOS = st.lists(
 
 @pytest.mark.parametrize("compared", [routing.COMPARED, 0], ids=["all compared", "two drawn"])
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_bound_order_floor_and_conservation(data: st.DataObject, compared: int) -> None:
     with mock.patch.object(routing, "COMPARED", compared):
         check_any_sequence(data)

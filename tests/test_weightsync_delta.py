@@ -21,6 +21,7 @@ from slipstream.common import owned_folders
 from slipstream.common.owned_folders import WEIGHTS, OwnedFolder
 from slipstream.errors import DeadlineExceeded, WeightSyncError
 from slipstream.tests.replicas import CPU, LocalReplica
+from slipstream.tests.tiers import examples
 from slipstream.weightsync import delta, transports
 from slipstream.weightsync.plan import AckCollector, BroadcastSource
 from slipstream.weightsync.replica import PushResult, PushTarget
@@ -64,7 +65,7 @@ def pair(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @given(pairs=st.lists(pair(), max_size=5))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_base_and_delta_are_the_new_version_bit_for_bit(
     pairs: list[tuple[torch.Tensor, torch.Tensor]], tmp_path_factory
 ) -> None:

@@ -190,9 +190,7 @@ class Run:
     async def trajectories(self, batch: BatchPlan[BatchRow]) -> tuple[tuple[Trajectory, ...], ...]:
         """The batch with its arrays, group by group: token ids, log-probs, the mask of what the policy sampled. Raises as
         `step`."""
-        found = await self._call(
-            batch, lambda rank: rank.client.fetch_rows(batch.version, list(chain.from_iterable(batch.groups)))
-        )
+        found = await self._call(batch, lambda rank: rank.client.read_rows(list(chain.from_iterable(batch.groups))))
         rows = iter(found)
         return tuple(tuple(islice(rows, len(group))) for group in batch.groups)
 
