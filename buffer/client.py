@@ -34,11 +34,12 @@ import numpy as np
 import zmq.asyncio
 
 from ..common.images import PlacedImage
-from ..errors import WireError
+from ..errors import StateError, WireError
 from ..rpc.client import RpcClient
 from ..rpc.security import KeyPair
 from . import messages as m
 from .admission import LiveRules
+from .array_reader import ArrayReader
 from .client_registry import connection_name
 from .encoded import EncodedRow, EncodedTrajectory
 from .group_table import group_number
@@ -46,7 +47,6 @@ from .image_files import NO_IMAGES
 from .ledger import Counts, Unstepped, Withheld
 from .messages import BatchPlan, Lease, Stats
 from .schema import BUFFER, process_names
-from .segments import ArrayReading
 from .summed_stats import sum_of
 from .trajectory import DETAIL_LIMIT, BatchRow, Outcome, Trajectory
 
@@ -256,14 +256,16 @@ class BufferClient:
 
     async def read_rows(self, rows: Sequence[BatchRow], deadline_s: float | None = None) -> tuple[Trajectory, ...]:
         """The trajectories of `rows` of the plan that was taken last, in this order. Their arrays are read from the shards' files,
-        which keep them at least until the batch is committed.
+        which keep them until the batch is committed or discarded.
 
         Raises:
-            DeadlineExceeded: this host does not see all of them in time.
+            DeadlineExceeded: this host does not see all of them in time, or a file is damaged.
+            StateError: a row is of no batch.
         """
-        places = [(self._arrays[self.shard_of(row.id)], row.position, row.nbytes) for row in rows]
-        arrays = await ArrayReading(places).run(self.name, self._deadline_s if deadline_s is None else deadline_s)
-        return tuple(row.with_arrays(np.frombuffer(one, np.uint8)) for row, one in zip(rows, arrays, strict=True))
+        if rows and not self._arrays:
+            raise StateError(f"{self.name} has taken no batch")
+        reader = ArrayReader([(row, self._arrays[self.shard_of(row.id)]) for row in rows])
+        return await reader.read(self.name, self._deadline_s if deadline_s is None else deadline_s)
 
     async def images(self, images: Iterable[PlacedImage]) -> dict[str, bytes]:
         """The files of `images`, by digest. Raises StateError where the buffer has one of them not."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..common.routed_experts import ExpertLayout, layout_of
 from ..errors import WireError
 from ..rpc.wire import FORMAT
+from .array_reader import checksum_of
 from .trajectory import NOWHERE, BatchRow, Trajectory, TrajectoryHeader, header_of, token_bytes, trajectory_of
 
 
@@ -30,10 +31,17 @@ class EncodedRow(msgspec.Struct, frozen=True):
     length: int
     prompt: int
     position: int = NOWHERE
+    checksum: int = 0
 
     def decode(self) -> BatchRow:
         """Raises WireError."""
-        return BatchRow(*_decode_header(self.header), length=self.length, prompt=self.prompt, position=self.position)
+        return BatchRow(
+            *_decode_header(self.header),
+            length=self.length,
+            prompt=self.prompt,
+            position=self.position,
+            checksum=self.checksum,
+        )
 
 
 class EncodedTrajectory(msgspec.Struct, frozen=True):
@@ -53,7 +61,7 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
         return cls(FORMAT + msgspec.msgpack.encode(header), np.frombuffer(joined, dtype=np.uint8))
 
     def decode(self) -> Trajectory:
-        """Arrays are views of the bytes. Raises WireError; the invariants of this module are not checked."""
+        """Arrays are views of the bytes. Raises WireError; `Trajectory.check` is left to the caller."""
         header = _decode_header(self.header)
         layout: ExpertLayout | None = header[-1]
         if len(self.arrays) % token_bytes(layout):
@@ -66,17 +74,14 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
         return self.row_of(self.decode(), NOWHERE)
 
     def row_of(self, decoded: Trajectory, position: int) -> EncodedRow:
-        """The same, where it is decoded, and its arrays are stored at `position`."""
+        """As `row`, of a trajectory that is `decoded` already and whose arrays are at `position`."""
         size = int(decoded.loss_mask.argmax())
         # 56 bits: numpy and msgpack take it as int64
         prompt = hashlib.blake2b(self.arrays[: 4 * size].data, digest_size=7)
         for image in decoded.images:
             prompt.update(image.digest.encode() if image.end <= size else b"")
-        return EncodedRow(self.header, len(decoded), int.from_bytes(prompt.digest(), "big"), position)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.header) + self.arrays.nbytes
+        number, checksum = int.from_bytes(prompt.digest(), "big"), checksum_of(self.arrays.data)
+        return EncodedRow(self.header, len(decoded), number, position, checksum)
 
 
 class DeliveredTrajectory(NamedTuple):

@@ -25,7 +25,6 @@ from .trajectory import BatchRow, Outcome, Trajectory
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]  # of a worker, or of one of its processes
 EpisodeId = Annotated[str, Meta(max_length=64)]  # `group.attempt.member`
-TrajectoryId = Annotated[str, Meta(max_length=84)]  # `group.attempt.member.branch`
 # A count of one episode's tokens; the bound keeps a forged one from overflowing the store.
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 Counts = dict[Version, Tokens]  # policy version -> sampled tokens

@@ -1,5 +1,5 @@
 """What each request does: it changes the state machine, and is answered at once or when its reply is there. Pure, except that it
-reads the store.
+reads the store, and reserves there where arrays will be.
 
     request          waits for                                        until
     RequestLease     admission, or a group that lost its worker       LeaseReply; the worker's end, or the time that it names
@@ -56,7 +56,7 @@ class RequestHandler:
     """All requests to one buffer.
 
     Args:
-        store: for trajectories that are no longer in memory.
+        store: for positions of arrays, and for rows that are no longer in memory.
         transport_counts: messages dropped and connections refused so far.
         revision: of the rules that `replay` was made with, see `messages.Configure`.
 

@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import bisect
 import contextlib
 import os
@@ -23,14 +22,11 @@ from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
 from ..common.fsio import fsync_directory
-from ..common.tasks import in_thread
-from ..errors import with_deadline
 from ..rpc.wire import Frame
 
 SEGMENT_BYTES = 16 << 20  # size after which the next segment begins; one row can keep this much from being deleted
-CACHED_SEGMENTS = 8  # full segments that the kernel may keep in memory, because a batch may be read from them
+CACHED_SEGMENTS = 8  # full segments that the kernel may keep in memory, because batches are read from them
 BUFFERS_AT_ONCE = 1024  # buffers of one write (IOV_MAX)
-VISIBLE_S = 0.05, 1.0  # shortest and longest pause before a host looks again for bytes that it does not see yet
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
 
@@ -117,42 +113,6 @@ def read_arrays(folder: Path, starts: Sequence[int], position: int, size: int) -
     with contextlib.suppress(FileNotFoundError), _segment(folder, starts[at]).open("rb", buffering=0) as file:
         return os.pread(file.fileno(), size, position - starts[at])
     return b""
-
-
-class ArrayReading:
-    """Reads bytes at several places: (folder, position, size). A network file system may show a host what another one has written
-    only some moments later, and nothing tells when."""
-
-    def __init__(self, places: Sequence[tuple[Path, int, int]]) -> None:
-        self._places = places
-        self._found: dict[int, bytes] = {}
-
-    async def run(self, who: str, deadline_s: float) -> list[bytes]:
-        """The bytes of each, as soon as this host sees all of them. Raises DeadlineExceeded of `who`."""
-        waits_for = "the arrays of its batch"
-        return await with_deadline(deadline_s, self._all(), who=who, waits_for=waits_for, hint=self._missing)
-
-    async def _all(self) -> list[bytes]:
-        pause_s, longest_s = VISIBLE_S
-        while True:
-            await in_thread(self._read, "arrays")
-            if len(self._found) == len(self._places):
-                return [self._found[i] for i in range(len(self._places))]
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
-
-    def _missing(self) -> str:
-        """What to look at where one is not there."""
-        folder, position, size = next(place for i, place in enumerate(self._places) if i not in self._found)
-        return (
-            f"{folder} has not all of the {size} bytes at {position}; does every host see the same folder of the run?"
-        )
-
-    def _read(self) -> None:
-        starts = {folder: starts_of(folder) for folder in {folder for folder, _, _ in self._places}}
-        for i, (folder, position, size) in enumerate(self._places):
-            if i not in self._found and len(data := read_arrays(folder, starts[folder], position, size)) == size:
-                self._found[i] = data
 
 
 def _segment(folder: Path, start: int) -> Path:

@@ -11,7 +11,7 @@ Invariants:
 - A request that the state machine forbids is refused; a message that is no request is dropped and counted.
 - While a round is stored, the round before is answered and requests of the next one already change the state. So rounds are
   answered in order, and a failed write ends the service: what was acknowledged is in the store, what was not is sent again.
-- Memory is bounded by the limits below, the RPC server's, the groups that admission lets be outstanding, and one batch.
+- Memory is bounded by the limits below, the RPC server's, the groups that admission lets be outstanding, and one plan.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ class Store:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def reserve(self, size: int) -> int:
-        """The position of a trajectory's arrays, which the next `save` stores. Those that have one are saved in this order, and no
-        others with them. From another thread than `save`."""
+        """The position of a trajectory's arrays, which the next `save` stores. Trajectories with a reserved position are saved in
+        the order of their reservations, and a `save` with them has no others. May be called while another thread is in `save`."""
         position, self._reserved = self._reserved, self._reserved + size
         return position
 

@@ -41,7 +41,7 @@ SEGMENTS_LIMIT = 4000  # messages that a branch names: 100 kB; a conversation ma
 CALLS_LIMIT = 1000  # calls of environments and tools that a trajectory records: 40 kB; an agent may make any number
 DETAIL_LIMIT = 4000  # characters of a failure's detail
 LOGPROB_LIMIT = 1e-4  # nats: how far above 0 rounding may take the log-prob of a token that is certain
-NOWHERE = -1  # position of arrays that no shard stores beside its file
+NOWHERE = -1  # position of arrays of which it is not known here
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -195,6 +195,8 @@ class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
     length: int = 0
     position: int = NOWHERE
     """Where its arrays begin among those of its shard, see `segments`."""
+    checksum: int = 0
+    """Of its arrays, see `array_reader`."""
     prompt: int = 0
     """Hash of the tokens and images before the first sampled one."""
 

@@ -6,7 +6,7 @@ Invariants:
 - `offsets` cut the token axis into sequences. A sequence is one branch of one episode.
 - `loss_mask` is false at the first token of a sequence, which no logit predicts.
 - Everything is deterministic. Each rank computes the same columns from the headers of the batch before it takes its part.
-- `token_ids` and `behavior_logprobs` are 0 in sequences whose rows this rank has not fetched (`with_rows`).
+- `token_ids` and `behavior_logprobs` are 0 in sequences whose rows this rank has not read (`with_rows`).
 - A member's reward counts once, however many branches it has. Its turns are those of its branches, one branch after the other.
 - A failed episode is here only where the worker was configured to train on it. Its reward is the penalty that its environment
   declared, given after its last turn.
@@ -82,7 +82,7 @@ class TrainBatch(msgspec.Struct, frozen=True):
     images: tuple[tuple[PlacedImage, ...], ...] | None = (
         None  # S tuples, by positions in the sequence; None where none has any
     )
-    image_files: Mapping[str, bytes] = {}  # by digest, of the sequences whose rows this rank has fetched
+    image_files: Mapping[str, bytes] = {}  # by digest, of the sequences whose rows this rank has read
     envs: tuple[str, ...] = ()  # E names of environments
     metrics: tuple[Mapping[str, float], ...] = ()  # E mappings: what the environment reported of each episode
     carried: dict[str, float] = {}  # numbers that the algorithm carries from step to step, by name (`CheckpointState`)

@@ -1,7 +1,7 @@
 """What one rank does with a batch that was taken: score it, give its tokens advantages, step the policy and the trained aux model.
 
 Invariants:
-- All ranks plan the same over the same headers; each fetches the rows that it works on, and no others.
+- All ranks plan the same over the same headers; each reads the rows that it works on, and no others.
 - A batch that cannot be trained on changes no weights: rows are checked when they arrive, before a model computes with them.
 """
 
@@ -125,7 +125,7 @@ class BatchTrainer:
         if (credited := await self._credited(taken, state, rows)) is None:
             return None
         batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
-        await self._fetch(taken, {batch.ids[i] for i in self._aux_models.trained_rows(batch)}, rows)
+        await self._read(taken, {batch.ids[i] for i in self._aux_models.trained_rows(batch)}, rows)
         if await self._set_aside(taken, rows):
             return None
         batch = await self._fill_columns(batch, rows)
@@ -133,7 +133,7 @@ class BatchTrainer:
 
     async def _policy_step(self, taken: BatchPlan[BatchRow], state: CheckpointState) -> Stepped | None:
         """Collective. Let expert traces join their groups, compute advantages, step the policy and the trained aux model. This rank
-        fetches the rows that it works on. None where some of them are proven to be unusable, and set aside."""
+        reads the rows that it works on. None where some of them are proven to be unusable, and set aside."""
         taken, rows = self._traces.join(taken)
         traces = frozenset(rows)
         if (credited := await self._credited(taken, state, rows)) is None:
@@ -141,7 +141,7 @@ class BatchTrainer:
         batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
         aux_batch, plan = self._aux_models.training_batch(credited, batch), self._stepper.plan(batch)
         wanted = {batch.ids[i] for i in chain.from_iterable(chain.from_iterable(plan))}
-        await self._fetch(taken, wanted | {aux_batch.ids[i] for i in self._aux_models.trained_rows(aux_batch)}, rows)
+        await self._read(taken, wanted | {aux_batch.ids[i] for i in self._aux_models.trained_rows(aux_batch)}, rows)
         if await self._set_aside(taken, rows):
             return None
         fresh: Sequence[Trajectory] = ()
@@ -179,13 +179,13 @@ class BatchTrainer:
         flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
         flat = msgspec.structs.replace(flat, carried=dict(state.algorithm))
         wanted = self._aux_models.scored_rows(flat)
-        await self._fetch(taken, {flat.ids[i] for i in wanted}, rows)
+        await self._read(taken, {flat.ids[i] for i in wanted}, rows)
         if await self._set_aside(taken, rows):
             return None
         scored = await self._aux_models.score(await self._fill_columns(flat, rows) if wanted else flat)
         return assign_advantages(scored, self._advantage, self._returns)
 
-    async def _fetch(self, taken: BatchPlan[BatchRow], names: Collection[str], rows: dict[str, Trajectory]) -> None:
+    async def _read(self, taken: BatchPlan[BatchRow], names: Collection[str], rows: dict[str, Trajectory]) -> None:
         """Add the trajectories `names` of the batch to `rows`, where they are not there."""
         missing = [row for row in chain.from_iterable(taken.groups) if row.id in names and row.id not in rows]
         if missing:

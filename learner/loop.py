@@ -17,7 +17,7 @@
     rank 0             the buffer, to know of a checkpoint, after a stop  `checkpointing.STOPPED_S`, then it goes on
 
 Invariants:
-- All ranks run this same loop over the same headers; each plans the same steps, and fetches the rows that it works on.
+- All ranks run this same loop over the same headers; each plans the same steps, and reads the rows that it works on.
 - The commit comes after the optimizer step and before the weights are gathered, so no rank asks for a batch too early.
 - Only rank 0 commits, publishes, reports and prunes.
 - Settings that change while the run goes on are those that rank 0 knows when a batch was taken: all ranks step with the same.

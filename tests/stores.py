@@ -14,7 +14,7 @@ from slipstream.buffer.group_table import Changed, Group
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.segments import segments_path
 from slipstream.buffer.store import CommitRow, Store, WriteBatch
-from slipstream.buffer.trajectory import FINISHED, Trajectory
+from slipstream.buffer.trajectory import FINISHED, NOWHERE, Trajectory
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
 
@@ -24,9 +24,11 @@ def entire(*groups: Group) -> list[Changed]:
     return [(group, list(group.episodes.values())) for group in groups]
 
 
-def new_trajectory(episode_id: str, trajectory: Trajectory) -> DeliveredTrajectory:
-    """As its delivery brings it."""
-    return DeliveredTrajectory.of(episode_id, trajectory, EncodedTrajectory.of(trajectory))
+def new_trajectory(episode_id: str, trajectory: Trajectory, store: Store | None = None) -> DeliveredTrajectory:
+    """As its delivery brings it; where the arrays will be is reserved in `store`."""
+    encoded = EncodedTrajectory.of(trajectory)
+    position = NOWHERE if store is None else store.reserve(encoded.arrays.nbytes)
+    return DeliveredTrajectory.of(episode_id, trajectory, encoded, position)
 
 
 @contextlib.contextmanager

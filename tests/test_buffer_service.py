@@ -29,7 +29,7 @@ from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
 from slipstream.errors import DeadlineExceeded, StateError, StoreError
 from slipstream.rpc import wire
-from slipstream.tests.episodes import SAMPLED, trajectory
+from slipstream.tests.episodes import SAMPLED, row_of, trajectory
 from slipstream.tests.fleets import buffer_service, mark_served, publishing_fleet
 from slipstream.tests.stores import segments, sql
 
@@ -200,14 +200,30 @@ async def test_bytes_that_a_host_sees_late_are_waited_for_and_those_that_never_c
         hidden = segment.rename(path.with_name("hidden"))  # as a network file system that does not show it yet
         reading = asyncio.create_task(rank.read_rows(rows))
         assert await waits(reading)
-        segment.write_bytes(hidden.read_bytes()[:40])  # and now a part of it
-        assert await waits(reading)
+        whole = hidden.read_bytes()
+        for shown in (whole[:40], whole[:40] + bytes(len(whole) - 40)):  # a part of it, and its size before its content
+            segment.write_bytes(shown)
+            assert await waits(reading)
         hidden.rename(segment)
         assert [row.id for row in await reading] == ["0.0.0.0", "0.0.1.0"]
-        segment.rename(hidden)
-        where = f"{segments_path(path)} has not all of the 36 bytes at 0; does every host see the same folder"
-        with pytest.raises(DeadlineExceeded, match=f"rank-0.* the arrays of its batch.*{re.escape(where)}"):
-            await rank.read_rows(rows, 0.3)
+        folder = re.escape(str(segments_path(path)))
+        hint = "at byte 36; does every host see the same folder"
+        found: dict[str, Callable[[], object]] = {
+            "has 0 of 36 bytes": segment.unlink,
+            r"cannot be read \(.*Is a directory.*\)": segment.mkdir,
+            "is damaged: it holds other bytes than were delivered": lambda: segment.write_bytes(whole[:40] + bytes(32)),
+        }
+        for what, change in found.items():
+            if segment.is_dir():
+                segment.rmdir()
+            change()
+            named = rf"rank-0 waited 0.3 s for the arrays of its batch; trajectory 0\.0\.1\.0: {folder} {what} {hint}"
+            with pytest.raises(DeadlineExceeded, match=named):
+                await rank.read_rows(rows[1:], 0.3)
+        with pytest.raises(StateError, match=r"trajectory 5\.0\.0\.0 is of no batch"):
+            await rank.read_rows([row_of(trajectory("5.0.0"))])
+        with pytest.raises(StateError, match="worker has taken no batch"):
+            await worker.read_rows(rows)
 
 
 async def test_two_ranks_get_the_same_batch_until_it_is_committed(path: Path, address: str) -> None:
@@ -376,7 +392,7 @@ async def test_workers_wait_while_nobody_takes_a_batch(
     """Admission ends the leases; lease requests that are repeated add nothing, and what waits is in the file."""
     config = Buffer(max_staleness=3, groups_per_batch=8, group_size=2)
     long = 250_000  # tokens of an episode, 2 MB: the four that are on their way at once are little beside what waits
-    small = "from slipstream.buffer import request_handler, service as s\ns.ROUND_BYTES = request_handler.CACHE_BYTES = 4 << 20\n"
+    small = "from slipstream.buffer import service as s\ns.ROUND_BYTES = 4 << 20\n"
     process = await start_process(path, address, config, small + PROCESS)
     monkeypatch.setattr(client_module, "RESEND_S", SOON)  # what is on its way is not sent again to a disk that is slow
     try:
@@ -850,7 +866,7 @@ async def test_a_damaged_row_ends_the_service_by_its_name_and_the_rest_stays(pat
         (file,) = segments(path)
         whole = file.read_bytes()
         file.write_bytes(whole[:place] + b"\xff" * 8 + whole[place + 8 :])
-        async with serving(path, address) as service:  # the process that took it in has it in memory, too
+        async with serving(path, address) as service:  # which reads what it did not take in itself
             taking = asyncio.create_task(client.take(0, SOON))
             with pytest.raises(StoreError, match=r"damaged at trajectory 0\.0\.1\.0"):
                 await service

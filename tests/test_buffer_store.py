@@ -112,6 +112,27 @@ def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatc
     assert verbs.count("INSERT INTO trajectories") == 5  # four of 8 values each
 
 
+def test_arrays_are_where_they_were_reserved_over_segments_and_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.segments.SEGMENT_BYTES", 100)
+    path, ids = tmp_path / "buffer.sqlite", [f"0.0.{member}" for member in range(6)]
+    for number in (0, 1):
+        with opened(path) as store:
+            for half in (ids[3 * number : 3 * number + 1], ids[3 * number + 1 : 3 * number + 3]):
+                new = [new_trajectory(id, trajectory(id), store) for id in half]
+                store.save(WriteBatch.of(ReplayCounters(next_group=1), entire(group_of(*half)), new))
+                for one in new:
+                    (found,) = store.episode(one.episode_id)
+                    assert found.row == one.row
+    assert len(segments(path)) == 2
+    with opened(path) as store:
+        first, second = (new_trajectory(id, trajectory(id), store) for id in ("1.0.0", "1.0.1"))
+        with pytest.raises(StoreError, match=r"trajectory 1\.0\.1\.0 is stored at 216, and 252 was reserved"):
+            store.save(WriteBatch.of(ReplayCounters(next_group=2), entire(group_of("1.0.1", group=1)), [second]))
+        assert first.row.position == 216
+
+
 def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     spans = (VersionSpan(1, 2, 4), VersionSpan(2, 3, 4, 1), VersionSpan(3, 4, 5, 5))

@@ -97,6 +97,7 @@ class Buffer:
     """Has a batch whenever one is asked for, `batch_in` seconds later."""
 
     batch_in = 0.0
+    taken = 0
 
     def __init__(self) -> None:
         self.final: list[int] = []
@@ -106,10 +107,12 @@ class Buffer:
 
     async def take_plan(self, version: int, deadline_s: float) -> BatchPlan[BatchRow]:
         await asyncio.sleep(self.batch_in)
+        self.taken = version
         return BatchPlan(version, 0, (tuple(map(row_of, self.group(version))),), {}, await self.stats())
 
     async def read_rows(self, rows: Sequence[BatchRow]) -> tuple[Trajectory, ...]:
-        return tuple(trajectory(row.episode, version=row.version_spans[0].version) for row in rows)
+        held = {one.id: one for one in self.group(self.taken)}
+        return tuple(held[row.id] for row in rows)
 
     def group(self, version: int) -> list[Trajectory]:
         return [trajectory(f"0.0.{member}", version=version) for member in range(2)]

@@ -1,4 +1,4 @@
-"""Ranks that fetch their own rows: two ranks over gloo train a batch of a real buffer, each through a proxy that counts bytes.
+"""Ranks that read their own rows: two ranks over gloo train a batch of a real buffer, each through a proxy that counts bytes.
 
 A rank runs this file as a script, see tests/ranks.py.
 """
@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from slipstream.buffer import array_reader
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.encoded import EncodedTrajectory
 from slipstream.buffer.ledger_report import ledger_report
+from slipstream.buffer.segments import read_arrays
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.trajectory import FINISHED, BatchRow, Trajectory, Turn, VersionSpan
 from slipstream.common.annotations import TRAINED
@@ -58,13 +61,20 @@ class Job(msgspec.Struct):
     traces: bool = False
 
 
+class Read(msgspec.Struct):
+    """What a rank has read of the buffer's files: the ids of rows, and bytes."""
+
+    ids: list[str] = []
+    size: int = 0
+
+
 class RecordingClient(BufferClient):
     """Records which rows are read."""
 
-    read: list[str]
+    read: Read
 
     async def read_rows(self, rows: Sequence[BatchRow], deadline_s: float | None = None) -> tuple[Trajectory, ...]:
-        self.read = [*getattr(self, "read", ()), *(row.id for row in rows)]
+        self.read.ids += [row.id for row in rows]
         return await super().read_rows(rows, deadline_s)
 
 
@@ -99,8 +109,8 @@ def trace(group: int) -> Trajectory:
     return msgspec.structs.replace(one, version_spans=spans, behavior_logprobs=silent)
 
 
-async def train(job: Job, rank: int) -> list[str]:
-    """Returns the ids of the rows that this rank read."""
+async def train(job: Job, rank: int) -> Read:
+    """Returns what this rank has read."""
     backend = open_backend(job.model)
     algorithm = Algorithm(advantage=Gae(lr=2e-5) if job.critic else Grpo(), minibatches=2)
     on_cpu = Fsdp2(device="cpu", tokens_per_microbatch=BUDGET)
@@ -119,7 +129,14 @@ async def train(job: Job, rank: int) -> list[str]:
     checkpoints, never = Path(f"{job.out}.checkpoints"), asyncio.Event()
     writer = AnnotationWriter(Path(f"{job.out}.run"), f"learner-{rank}", 1 << 30)
     client = RecordingClient(job.addresses[rank], f"learner-{rank}", deadline_s=DEADLINE_S)
-    async with client:
+    client.read = read = Read()
+
+    def counting(*place: Any) -> bytes:
+        arrays = read_arrays(*place)
+        read.size += len(arrays)
+        return arrays
+
+    async with client, mock.patch.object(array_reader, "read_arrays", counting):
         loop = TrainingLoop(
             config,
             backend,
@@ -147,7 +164,7 @@ async def train(job: Job, rank: int) -> list[str]:
     if aux_models is not None:
         aux_models.close()
     backend.close()
-    return client.read
+    return read
 
 
 @contextlib.asynccontextmanager
@@ -205,8 +222,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.tiny_qwen3(tmp_path_factory.mktemp("model") / "model"))
 
 
-def read_by(job: Job, rank: int) -> list[str]:
-    return json.loads(Path(f"{job.out}.{rank}.json").read_text())
+def read_by(job: Job, rank: int) -> Read:
+    return msgspec.json.decode(Path(f"{job.out}.{rank}.json").read_bytes(), type=Read)
 
 
 @pytest.mark.timeout(300)
@@ -217,21 +234,22 @@ async def test_each_of_two_ranks_reads_its_own_rows_only_and_the_step_is_that_of
     critic, traces = kind == "critic", kind == "traces"
     async with full_buffer(tmp_path / "one.sqlite") as (address, rows):
         one = Job(model, str(tmp_path / "one"), (address,), critic, traces)
-        assert sorted(await train(one, 0)) == sorted(rows)
+        assert sorted((await train(one, 0)).ids) == sorted(rows)
     async with contextlib.AsyncExitStack() as stack:
         address, rows = await stack.enter_async_context(full_buffer(tmp_path / "two.sqlite"))
         proxies = [await stack.enter_async_context(counting_proxy(address)) for _ in range(2)]
         two = Job(model, str(tmp_path / "two"), tuple(where for where, _ in proxies), critic, traces)
         await asyncio.to_thread(run_on_two_ranks, tmp_path, __file__, [two])
-    size = {name: EncodedTrajectory.of(row).nbytes for name, row in rows.items()}
+    size = {name: EncodedTrajectory.of(row).arrays.nbytes for name, row in rows.items()}
     own = [read_by(two, rank) for rank in range(2)]
-    assert {*own[0], *own[1]} == {*rows}
-    for names, (_, sizes) in zip(own, proxies, strict=True):
-        assert len(names) == len({*names})  # each at most once
+    assert {*own[0].ids, *own[1].ids} == {*rows}
+    for read, (_, sizes) in zip(own, proxies, strict=True):
+        assert len(read.ids) == len({*read.ids})  # each at most once
+        assert read.size == sum(size[name] for name in read.ids)  # and nothing else
         assert sum(sizes) < ELSE < sum(size.values()) / 2  # no arrays come from the buffer's process
     if not critic:  # which scores other rows than the step trains
-        assert not {*own[0]} & {*own[1]}
-        assert all(sum(size[name] for name in names) < 0.75 * sum(size.values()) for names in own)
+        assert not {*own[0].ids} & {*own[1].ids}
+        assert all(read.size < 0.75 * sum(size.values()) for read in own)
     for name in rows:  # each rank has recorded what it saw of its own
         one_rank, two_ranks = (read_annotations(Path(f"{job.out}.run"), 1, name) for job in (one, two))
         assert one_rank is not None
@@ -286,4 +304,4 @@ if __name__ == "__main__":
     os.environ["MASTER_PORT"] = os.environ["PORTS"]
     (only,) = msgspec.json.decode(sys.argv[1], type=list[Job])
     own_rank = os.environ["RANK"]
-    Path(f"{only.out}.{own_rank}.json").write_text(json.dumps(asyncio.run(train(only, int(own_rank)))))
+    Path(f"{only.out}.{own_rank}.json").write_bytes(msgspec.json.encode(asyncio.run(train(only, int(own_rank)))))
