@@ -367,6 +367,7 @@ def test_a_run_that_goes_on_is_evaluated_once_per_step_and_any_checkpoint_is_exp
 # Any answer scores something else, so that two policies hardly score the same.
 REWARD = "def score(completion, row):\n    return sum(map(ord, completion)) % 1009 / 1009\n"
 
+PLAYED = "SELECT DISTINCT g.request FROM groups g JOIN trajectories t ON t.group_id = g.id"
 PERIODIC = (
     "env={kind: dataset, path: rows.jsonl, reward: 'my.py:score', evaluation: 0.5}",
     *(one for one in SMALL if not one.startswith("evaluation")),
@@ -392,8 +393,13 @@ def test_checkpoints_are_evaluated_once_each_while_training_goes_on_though_the_r
     (tmp_path / "my.py").write_text(REWARD)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(12)))
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *PERIODIC)
+
+    def recorded() -> bool:  # a result does not wait for the record of its episodes
+        done = (run / FOLDER / "evaluations.json").exists()
+        return done and bool(sql(run / DATABASE, f"{PLAYED} WHERE g.request = 'step 10, greedy'"))
+
     with Background(*arguments) as going:
-        going.until((run / FOLDER / "evaluations.json").exists, "a result of the first checkpoint")
+        going.until(recorded, "a result of the first checkpoint, and its episodes")
         during = metrics(run)
         going.process.kill()
         going.process.wait()
@@ -413,7 +419,7 @@ def test_checkpoints_are_evaluated_once_each_while_training_goes_on_though_the_r
     assert all(one.versions == () for one in found)
     # Those of a checkpoint's own server, of the evaluation that was killed if it had an episode by then, and of the first and the
     # last one.
-    played = sql(run / DATABASE, "SELECT DISTINCT g.request FROM groups g JOIN trajectories t ON t.group_id = g.id")
+    played = sql(run / DATABASE, PLAYED)
     assert {str(row[0]).removesuffix(" (interrupted)") for row in played} == {
         f"{one.label}, {one.suite}" for one in found
     }
