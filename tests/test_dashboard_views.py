@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.trajectory import BatchRow, Outcome
+from slipstream.dashboard import timeline
 from slipstream.dashboard.accounts import PART, TokenAccounts
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.environments import environments
@@ -181,7 +182,9 @@ def test_failed_episodes_say_why_and_calls_how_long(tmp_path: Path) -> None:
     assert (tool["calls"], tool["errors"], tool["p50"]) == (MEMBERS, 0, pytest.approx(0.2))
 
 
-async def test_logs_are_shown_from_their_end_and_only_those_of_the_run(tmp_path: Path) -> None:
+async def test_logs_are_shown_from_their_end_and_only_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = DashboardRun(tmp_path / "run")
     run.close()
     (run.folder / "logs").mkdir()
@@ -232,6 +235,9 @@ async def test_logs_are_shown_from_their_end_and_only_those_of_the_run(tmp_path:
             assert status == 400
         assert "not active" in (await asked.refused("/api/runs/run/status"))[1]
         assert await asked("/api/runs/run/timeline", t0=0, t1=1)
+        monkeypatch.setattr(timeline, "WINDOW_S", 0.5)
+        newest = await asked("/api/runs/run/timeline")
+        assert newest["bounds"][0] < newest["t0"] == newest["bounds"][1] - 0.5
         columns = (await asked("/api/runs/run/timeline", t0=99, t1=106))["series"]["supervisor"]
         assert {"gpus.1.utilization", "servers.engine-0.gpus.0.memory"} <= columns.keys()
         for wrong in ("x", "nan", "inf"):

@@ -141,6 +141,15 @@ def test_a_policy_that_is_sure_because_it_is_right_has_not_collapsed() -> None:
     assert changed == []
 
 
+@pytest.mark.parametrize(("reward", "collapses"), [(0.81, False), (0.79, True)])
+def test_a_reward_has_collapsed_a_fifth_below_its_best(reward: float, collapses: bool) -> None:
+    """Without any error of its mean."""
+    _, changed = observed(
+        row | {"reward_std": 0.0, "reward_mean": 1.0 if row["step"] <= PLANTED_AT else reward} for row in learning(60)
+    )
+    assert ("reward_collapse" in {alert.rule for alert in changed}) == collapses
+
+
 def test_a_mismatch_is_remembered_over_steps_in_which_nothing_is_compared() -> None:
     rows = list(learning(60))
     for row in rows[40:]:
