@@ -29,7 +29,7 @@ class ArrayReader:
     def __init__(self, rows: Sequence[tuple[BatchRow, Path]]) -> None:
         self._rows = rows
         self._found: dict[str, Trajectory] = {}
-        self._wrong: dict[str, str] = {}  # of the others, what was found
+        self._wrong: list[str] = []  # what the last look found of the others
 
     async def read(self, who: str, deadline_s: float) -> tuple[Trajectory, ...]:
         """The trajectory of each row, as soon as this host sees all of them.
@@ -55,12 +55,11 @@ class ArrayReader:
     def _look(self) -> None:
         """Read what is not read yet."""
         starts = {folder: starts_of(folder) for folder in {folder for _, folder in self._rows}}
-        for row, folder in self._rows:
-            if row.id not in self._found:
-                if wrong := self._read(row, folder, starts[folder]):
-                    self._wrong[row.id] = f"trajectory {row.id}: {folder} {wrong} at byte {row.position}"
-                else:
-                    self._wrong.pop(row.id, None)
+        self._wrong = [
+            f"trajectory {row.id}: {folder} {wrong} at byte {row.position}"
+            for row, folder in self._rows
+            if row.id not in self._found and (wrong := self._read(row, folder, starts[folder]))
+        ]
 
     def _read(self, row: BatchRow, folder: Path, starts: Sequence[int]) -> str:
         """What is wrong; empty where the bytes are found."""
@@ -77,7 +76,7 @@ class ArrayReader:
 
     def _why(self) -> str:
         """What to look at."""
-        for wrong in list(self._wrong.values()):
+        if wrong := next(iter(self._wrong), ""):
             return f"{wrong}; does every host see the same folder of the run?"
         return f"{len(self._found)} of {len(self._rows)} trajectories were read; the disk is slow"
 

@@ -32,6 +32,7 @@ from .group_table import Episode, Group
 from .image_files import named_files, received
 from .ledger import Withheld
 from .replay import Replay
+from .segments import segments_path
 from .store import CommitRow, Store, WriteBatch
 from .task_table import Attempt
 from .trajectory import sampled_of
@@ -304,7 +305,8 @@ class RequestHandler:
         oldest = self._replay.taken_under.oldest_trainable(version)
         rows = tuple(tuple(itertools.chain(*map(self._rows, members_of(group)))) for group in groups)
         withheld: dict[str, Withheld] = {e.id: e.withheld for g in groups for e in g.in_account("ready") if e.withheld}
-        return m.BatchPlan(version, oldest, rows, withheld, self._stats(), str(self._store.arrays.absolute()))
+        arrays = segments_path(self._store.path).absolute()
+        return m.BatchPlan(version, oldest, rows, withheld, self._stats(), str(arrays))
 
     def _rows(self, episode: Episode) -> Sequence[EncodedRow]:
         """Of its branches, in order."""

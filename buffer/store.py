@@ -222,11 +222,6 @@ class Store:
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    @property
-    def arrays(self) -> Path:
-        """The folder whose files hold the arrays of trajectories at their positions, see `segments.read_arrays`."""
-        return segments_path(self.path)
-
     def trajectories(self, group_id: int) -> list[Trajectory]:
         """All trajectories of a group that were kept, by member and branch."""
         found = self._read("episode_id IN (SELECT id FROM episodes WHERE group_id = ?)", group_id)
