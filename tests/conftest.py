@@ -24,7 +24,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
     from typing import Any
 
     from renderers import Renderer
@@ -61,6 +61,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(cache, ignore_errors=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Of several processes that test, the second collects folders backwards: in a fresh clone either compiles one half of the files
+    and finds the bytecode of the other. `pytest_collection_modifyitems` gives the tests of all processes the same order."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        report.result.reverse()
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Name the tier of each test; long groups begin first. The process that tests computes with one thread, too."""
@@ -73,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     some = any(config.getoption(name, None) for name in ("engine", "ignore", "ignore_glob", "lf", "deselect"))
     if [(config.rootpath / path).resolve() for path in config.args] == [ROOT] and not some:
         config.stash[tiers.ALL] = [tiers.line_of(item) for item in items]
-    items.sort(key=tiers.order)
+    items.sort(key=lambda item: (tiers.order(item), item.path))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
