@@ -62,7 +62,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Of several processes that test, the second collects folders backwards: in a fresh clone either compiles one half of the files
     and finds the bytecode of the other. `pytest_collection_modifyitems` gives the tests of all processes the same order."""
     report = yield
