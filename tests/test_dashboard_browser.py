@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from slipstream.common.annotations import VALUES
+from slipstream.configs import load
 from slipstream.dashboard.runs import RUNS_LIMIT
 from slipstream.launch.cli.main import main
 from slipstream.monitor.annotations import AnnotationWriter
@@ -23,6 +24,7 @@ from slipstream.tests.dashboards import Dashboard
 from slipstream.tests.runs import WAIT_S, query
 from slipstream.tests.servers import is_required
 from slipstream.tests.simulated_runs import RecordedRun
+from slipstream.tests.synthetic_runs import synthetic
 from slipstream.tests.test_dashboard_annotations import BEHIND, annotations_of
 from slipstream.tests.test_planner_explain import run_of
 
@@ -145,6 +147,41 @@ def test_the_page_says_how_many_runs_it_leaves_out_and_how_to_see_one(browser: A
         said = look.open("").inner_text("#left-out")
         assert f"2 older runs are left out. To see one: slipstream dash {tmp_path}/NAME" in said
         look.close()
+
+
+def test_a_run_says_how_far_it_came_and_how_much_it_gained(desktop: Look, folder: Path) -> None:
+    page = desktop.open("first/now")
+    page.wait_for_selector(".card.warn")
+    assert (
+        page.inner_text(".card.warn") == f"This run stopped at step {GROUPS - 1} of {load('quickstart').learner.steps}."
+    )
+    gained = page.inner_text(".tile.wide")
+    assert "warm start → final" in gained
+    assert "0.421 → 0.891" in gained
+    assert "+0.470 ± 0.052 on 128 held-out tasks" in gained
+    page = desktop.open("third/now")
+    page.wait_for_function("document.querySelector('main .card').textContent === 'No step yet. The run is not active.'")
+
+
+def test_an_evaluation_shows_every_environment_of_a_mixture(browser: Any, tmp_path: Path) -> None:
+    synthetic(tmp_path / "run", 2)
+    path = tmp_path / "run" / "evaluations.json"
+    evaluations = json.loads(path.read_text())
+    failed = {"tasks": 0, "reward_mean": None, "reward_stderr": None, "outcomes": {"failed_tool": 3}}
+    solved = {"tasks": 16, "reward_mean": 0.875, "reward_stderr": 0.125, "outcomes": {"finished": 16}}
+    evaluations[-1]["environments"] = {"sums": solved, "games": failed}
+    path.write_text(json.dumps(evaluations))
+    with Dashboard(tmp_path / "run") as dashboard:
+        look = Look(browser, dashboard.url)
+        page = look.open("run/now")
+        page.wait_for_selector("h2:has-text('evaluations')")
+        rows = page.eval_on_selector_all(
+            ".card:has(h2:has-text('evaluations')) tbody tr", "all => all.map(row => row.innerText.split('\\t'))"
+        )
+        look.close()
+    assert [row[0] for row in rows] == ["warm start", "final", "– sums", "– games"]
+    assert rows[2][2:5] == ["16", "0.875 ± 0.125", "16 finished"]
+    assert rows[3][2:5] == ["0", "–", "3 failed_tool"]
 
 
 def test_tokens_have_the_colors_of_their_staleness(desktop: Look, folder: Path) -> None:

@@ -163,6 +163,13 @@ def test_a_run_that_is_over_is_read_without_a_file_beside_it(tmp_path: Path) -> 
     assert profile_of(tmp_path / "run", active=True) == profile
 
 
+def test_a_profile_has_the_replicas_that_served_and_not_those_of_the_config(tmp_path: Path) -> None:
+    """A run whose number of replicas was changed while it went on keeps the number that it began with in its config."""
+    served = msgspec.structs.replace(TRUTH, settings=TRUTH.settings | {"rollout.engine.replicas": 3})
+    RecordedRun(served, tmp_path / "run", overrides=["rollout.engine.replicas=1"]).record(9)
+    assert profile_of(tmp_path / "run").settings["rollout.engine.replicas"] == 3
+
+
 def test_groups_of_one_are_simulated_whatever_allows_them(tmp_path: Path) -> None:
     alone = msgspec.structs.replace(TRUTH, settings=TRUTH.settings | {"buffer.group_size": 1})
     for kind in ("gae", "reinforce_pp"):

@@ -63,3 +63,18 @@ def test_the_line_of_an_evaluation() -> None:
     assert evaluation_line(result) == (
         "step 20: reward 0.250 ± 0.250 over 2 held-out tasks, 2 samples each; pass@1 0.250 ± 0.250, pass@2 0.500 ± 0.500"
     )
+
+
+def test_the_line_of_an_evaluation_has_the_means_of_a_mixtures_environments() -> None:
+    parts = {"sums": score([[ended(1.0)], [ended(0.75)]]), "games": score([[FAILED]])}
+    result = EvaluationResult(
+        label="final",
+        version=40,
+        seconds=1.0,
+        tasks=2,
+        reward_mean=0.875,
+        reward_stderr=0.125,
+        outcomes={"finished": 2},
+        environments=parts,
+    )
+    assert evaluation_line(result) == "final: reward 0.875 ± 0.125 over 2 held-out tasks (sums 0.875, games –)"

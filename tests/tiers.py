@@ -171,7 +171,9 @@ FIRST = ("hosted", "imported", "test_envs_self_played", "test_launch_libraries",
          "test_images_runs", "test_packaging", "test_launch_ray", "test_launch_chaos", "test_launch_train",
          "test_learner_fsdp2_layouts", "test_learner_megatron", "test_learner_fsdp2", "test_launch_replicas", "test_learner_placed",
          "test_launch_disk", "test_launch_placed", "test_launch_reward", "transformers", "fake", "test_rollout_vllm",
-         "test_weightsync_publisher", "test_rollout_fake", "test_planner_simulation")  # fmt: skip
+         "test_weightsync_publisher", "test_rollout_fake", "test_planner_simulation", "test_learner_hostile", "test_envs_isolation",
+         "test_launch_waits", "test_envs_check", "test_weightsync_late", "test_buffer_service", "test_launch_sft",
+         "test_agents_command", "test_envs_verifiers", "test_learner_staleness", "test_learner_synchronous")  # fmt: skip
 """Groups that take long begin first, so that no process is left with one at the end."""
 
 
