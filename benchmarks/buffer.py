@@ -29,7 +29,7 @@ WINDOW_S = 2.5
 FLOOR_S = 1.5
 
 RAY_ROUNDS = 2
-RAY_S = 1.5
+RAY_S = 3.0
 
 LATENCY_S = 60.0
 """Longest; a round ends with its last batch."""
@@ -48,13 +48,13 @@ async def floors(folder: Path) -> tuple[Result, Result, Result]:
             for producers in PRODUCERS:
                 through, bare, inserted, both = list[Took](), list[Took](), list[Took](), list[Took]()
                 for _ in range(ROUNDS):
-                    took = await rounds.run(tokens, WINDOW_S, lambda r, n=producers: through_the_buffer(crew, r, n))
+                    took = await rounds.count(tokens, WINDOW_S, lambda r, n=producers: through_the_buffer(crew, r, n))
                     rows = max(1, round(took.per_transaction))
                     through.append(took)
-                    bare.append(await rounds.run(tokens, FLOOR_S, lambda r, n=producers: through_zeromq(crew, r, n)))
-                    inserted.append(await rounds.run(tokens, FLOOR_S, lambda r, n=rows: into_sqlite(crew, r, n)))
+                    bare.append(await rounds.count(tokens, FLOOR_S, lambda r, n=producers: through_zeromq(crew, r, n)))
+                    inserted.append(await rounds.count(tokens, FLOOR_S, lambda r, n=rows: into_sqlite(crew, r, n)))
                     both.append(
-                        await rounds.run(
+                        await rounds.count(
                             tokens, FLOOR_S, lambda r, p=producers, n=rows: through_zeromq_into_sqlite(crew, r, p, n)
                         )
                     )
@@ -87,9 +87,9 @@ def _row(what: str, tokens: int, contender: list[Took], floor: list[Took]) -> Ro
 
 
 def _cpu(rounds: list[Took]) -> str:
-    """Of each trajectory, by the processes that spend it; of the rounds that something went through."""
-    spent = {who: [1e3 * one.cores[who] / one.rate for one in rounds if one.trajectories] for who in rounds[0].cores}
-    return ", ".join(f"{who} {mean(ms):.2f} ms" for who, ms in spent.items() if ms)
+    """Of each trajectory, by the processes that spend it."""
+    spent = {who: mean(1e3 * one.cores[who] / one.rate for one in rounds) for who in rounds[0].cores}
+    return ", ".join(f"{who} {ms:.2f} ms" for who, ms in spent.items())
 
 
 def _producers(count: int) -> str:
@@ -124,11 +124,11 @@ async def beside_ray(folder: Path) -> Result:
                 through, queued = list[Took](), {way: list[Took]() for way in WAYS}
                 for _ in range(RAY_ROUNDS):
                     through.append(
-                        await rounds.run(tokens, RAY_S, lambda r, n=producers: through_the_buffer(crew, r, n))
+                        await rounds.count(tokens, RAY_S, lambda r, n=producers: through_the_buffer(crew, r, n))
                     )
                     for way, took in queued.items():
                         took.append(
-                            await rounds.run(tokens, RAY_S, lambda r, n=producers, w=way: ray.through_ray(r, n, w))
+                            await rounds.count(tokens, RAY_S, lambda r, n=producers, w=way: ray.through_ray(r, n, w))
                         )
                 best = max(queued, key=lambda way: mean(took.rate for took in queued[way]))
                 row = _row(f"{name} tokens, {_producers(producers)}", tokens, through, queued[best])

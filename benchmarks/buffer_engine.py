@@ -39,7 +39,7 @@ async def beside_an_engine(folder: Path) -> Result:
         for _ in range(ROUNDS):
             made.append(await _engine_rate(served))
             for name, tokens in SIZES.items():
-                took = await rounds.run(tokens, FLOOR_S, lambda r: through_the_buffer(crew, r, max(PRODUCERS)))
+                took = await rounds.count(tokens, FLOOR_S, lambda r: through_the_buffer(crew, r, max(PRODUCERS)))
                 carried[name].append(took.rate * sampled(tokens))
     rows = []
     for name, rates in carried.items():

@@ -54,7 +54,7 @@ async def buffer_recording(folder: Path) -> Result:
             return await through_the_buffer(crew, msgspec.structs.replace(this, recorded=recorded), 1)
 
         for recorded in _by_pairs():
-            took[recorded].append((await rounds.run(TOKENS, WINDOW_S, measure)).rate)
+            took[recorded].append((await rounds.count(TOKENS, WINDOW_S, measure)).rate)
     return _result(f"the buffer, {TOKENS} tokens, 1 producer", took[True], took[False], "trajectories/s")
 
 

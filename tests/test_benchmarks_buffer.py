@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from slipstream.benchmarks.buffer_floors import (
     bare_table,
     delivery,
@@ -14,9 +15,10 @@ from slipstream.benchmarks.buffer_floors import (
     receive_and_insert,
     send,
 )
-from slipstream.benchmarks.buffer_traffic import Count, Round
+from slipstream.benchmarks.buffer_traffic import LONGER, Count, Round, Rounds, Took
 from slipstream.buffer import messages as m
 from slipstream.buffer.schema import connect
+from slipstream.errors import DeadlineExceeded
 from slipstream.launch.launchers.local import free_ports
 from slipstream.rpc import wire
 
@@ -68,3 +70,19 @@ def test_a_count_begins_with_the_measured_part_and_says_how_many_cores_its_proce
     assert took.trajectories == 3
     busy = took.cores["SQLite"]
     assert 0.02 / (time.monotonic() - began) <= busy <= (time.process_time() - cpu_s) / least_s
+
+
+async def test_a_round_in_which_nothing_is_counted_is_followed_by_a_longer_one(tmp_path: Path) -> None:
+    lasted = list[float]()
+
+    async def measured(this: Round) -> Took:
+        lasted.append(this.until - this.counts_from)
+        return Took(7 if len(lasted) == wanted else 0, 1.0)
+
+    rounds, wanted = Rounds(tmp_path), 3
+    assert (await rounds.count(8, 0.5, measured)).trajectories == 7
+    assert lasted == pytest.approx([0.5, 1.0, 2.0])
+    lasted, wanted = [], 0
+    with pytest.raises(DeadlineExceeded, match=r"the benchmark waited 8 s for a second lot of trajectories"):
+        await rounds.count(8, 0.5, measured)
+    assert len(lasted) == LONGER

@@ -82,7 +82,9 @@ def _verdict(report: LedgerReport) -> str:
         if not part.balances:
             lines.append(f"version {version}: {part.generated} generated, {part.accounted} accounted for")
     if report.miscounted:
-        lines.append(f"episodes with another number of sampled tokens than the ledger has for them: {report.miscounted}")
+        lines.append(
+            f"episodes with another number of sampled tokens than the ledger has for them: {report.miscounted}"
+        )
     if report.trained_length is not None:
         lengths = f"{report.generated_length:,.0f} generated, {report.trained_length:,.0f} trained"
         lines.append(f"mean episode length over tokens: {lengths}")
