@@ -46,6 +46,7 @@ FULL = (
     r"test_launch_placed::test_a_critic_that_is_killed",
     r"test_launch_disk::test_a_full_disk",
     r"test_launch_colocated::test_every_role_may_be_killed",
+    r"test_launch_program::test_a_program_steps_and_discards",
     r"test_launch_preferences::test_a_planted_preference",
     r"test_launch_external_fleet::test_a_server_is_missed",
     r"test_common_modelscope::test_a_run_trains",
@@ -132,6 +133,7 @@ FULL = (
     # One optimizer step of each loss: the losses themselves, and their gradients, are all in the default tier.
     r"test_learner_losses::test_(an_optimizer_step|forgotten_proximal).*\[(?!loss.kind=(ppo|gspo)\])",
     r"test_learner_losses::test_gradients_are.*-(sequence_mean|fixed_length)\]",
+    r"test_learner_losses::test_values_and_gradients.*\[(?!decoupled_ppo|gspo).*-(sequence_mean|sequence_sum|fixed_length)\]",
     r"test_buffer_crashes::test_a_kill_at_any_statement.*\[(whole-[12]|shard-.*)\]",
     r"test_partial::test_long_requests_cross_many_versions.*(keep_kv|abort_resume)",
     r"test_partial::test_requests_survive_a_pause.*keep_kv",
@@ -140,6 +142,7 @@ FULL = (
     # What is learned, over many steps: single steps are exact in the default tier.
     r"test_learner_traces::test_a_task_that_the_policy_never_solves",
     r"test_learner_preferences::test_a_(planted_preference|policy_learns_preferences)",
+    r"test_learner_prime::test_a_model_learns",
     # Waits of several seconds that another test of the default tier has, too.
     r"test_learner_hostile::test_tasks_that_no_member_fails",
     r"test_weightsync_recovery::test_requests_run_through_a_rolling_push",
