@@ -30,9 +30,8 @@ import msgspec
 import torch
 
 from ..common.accelerator import CollectiveBackend
-from ..common.spans import RecordSpan, no_record, timed
+from ..common.spans import RecordSpan, no_record
 from ..configs.schema import Partial, TransportKind
-from ..errors import EngineError, WeightSyncError
 from ..rpc.security import PeerTable
 from . import fp8
 from .broadcast import BroadcastTransport
@@ -46,6 +45,7 @@ from .replica import (
     ReplicaControl,
     Transport,
     await_reply,
+    check_canary,
     each,
     failures,
 )
@@ -327,33 +327,6 @@ class Publisher:
         result.failed |= await each(verifying)
         return result
 
-    async def _verify(self, push: PushSettings, target: PushTarget, seconds: float, result: PushResult) -> None:
-        """Compare the target's canary, unless it was while paused. Above the tolerance it is pushed to once more.
-
-        Raises:
-            WeightSyncError: the second difference is above the tolerance, too; it is `result.wrong`.
-            EngineError, DeadlineExceeded: it did not answer.
-        """
-        name, canary = target.name, result.canary
-        for second in (False, True):
-            if name not in canary:
-                with timed(push.record, "canary", version=push.snapshot.version, replica=name):
-                    canary[name] = await target.canary_difference(push.snapshot.canary)
-            if canary[name] <= push.tolerance:
-                return self._verified(target)
-            if not second:
-                logger.warning("%s: canary off by %g nats, pushing once more", name, canary[name])
-                del canary[name]
-                attempt = await PushAttempt(push, [target], seconds / 2, retry=True, mode="recompute").run()
-                result.add(attempt)
-                if attempt.failed:
-                    raise EngineError(attempt.failed[name])
-        result.wrong = WeightSyncError(
-            f"{name} does not hold version {push.snapshot.version}: after two pushes its canary log-probs differ"
-            f" from the learner's by {canary[name]:.3g} nats (weightsync.canary_tolerance={push.tolerance:g})"
-        )
-        raise result.wrong
-
     async def _probe(self, targets: Sequence[PushTarget]) -> Probed:
         """The version that each replica reports; and why the others did not answer."""
         seconds = min(PROBE_S, self._push_s / 4)
@@ -364,10 +337,11 @@ class Publisher:
         served = {t.name: a for t, a in zip(targets, answers, strict=True) if not isinstance(a, BaseException)}
         return served, silent
 
-    def _verified(self, target: PushTarget) -> None:
-        assert self._snapshot is not None
+    async def _verify(self, push: PushSettings, target: PushTarget, seconds: float, result: PushResult) -> None:
+        """Have it serve once its canary is right. Raises as `check_canary`."""
+        await check_canary(push, target, seconds, result)
         if not target.left:
-            target.verified = self._snapshot.version
+            target.verified = push.snapshot.version
             target.missed_pushes, target.retry_at = 0, 0.0
             if self._on_served is not None:
                 self._on_served(target.name, target.verified)

@@ -5,7 +5,7 @@
     wake      one that sleeps allocates the memory of its weights
     pause     requests under way are treated according to `rollout.partial`
     swap      the staged tensors become the version
-    canary    the replica's log-probs of a fixed prompt equal the learner's
+    canary    the replica's log-probs of a fixed prompt equal the learner's; where not, all of it once more
     resume    before the canary where the server computes nothing while paused (vLLM, SGLang), else after it
 
 Invariants:
@@ -307,6 +307,35 @@ class PushAttempt:
             self._result.pause_s = max(self._result.pause_s, paused)
             ids: dict[str, Id] = {"version": self._push.snapshot.version, "replica": target.name}
             self._push.record(Span(now - paused, now, "pause", ids))
+
+
+async def check_canary(push: PushSettings, target: PushTarget, seconds: float, result: PushResult) -> None:
+    """Return where the target computes what the learner computes; ask it, unless its attempt did while it was paused (`result`).
+    Above the tolerance it is pushed to once more.
+
+    Raises:
+        WeightSyncError: the second difference is above the tolerance, too; it is `result.wrong`.
+        EngineError, DeadlineExceeded: it did not answer.
+    """
+    name, canary = target.name, result.canary
+    for second in (False, True):
+        if name not in canary:
+            with timed(push.record, "canary", version=push.snapshot.version, replica=name):
+                canary[name] = await target.canary_difference(push.snapshot.canary)
+        if canary[name] <= push.tolerance:
+            return
+        if not second:
+            logger.warning("%s: canary off by %g nats, pushing once more", name, canary[name])
+            del canary[name]
+            attempt = await PushAttempt(push, [target], seconds / 2, retry=True, mode="recompute").run()
+            result.add(attempt)
+            if attempt.failed:
+                raise EngineError(attempt.failed[name])
+    result.wrong = WeightSyncError(
+        f"{name} does not hold version {push.snapshot.version}: after two pushes its canary log-probs differ"
+        f" from the learner's by {canary[name]:.3g} nats (weightsync.canary_tolerance={push.tolerance:g})"
+    )
+    raise result.wrong
 
 
 def names(targets: Sequence[PushTarget]) -> str:
