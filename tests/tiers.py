@@ -137,7 +137,7 @@ FULL = (
     r"test_learner_losses::test_gradients_are.*-(sequence_mean|fixed_length)\]",
     r"test_learner_losses::test_values_and_gradients.*\[(?!decoupled_ppo|gspo).*-(sequence_mean|sequence_sum|fixed_length)\]",
     r"test_buffer_crashes::test_a_kill_at_any_statement.*\[(whole-[12]|shard-.*)\]",
-    r"test_partial::test_long_requests_cross_many_versions",
+    r"test_partial::test_long_requests_cross_many_versions.*(keep_kv|abort_resume)",
     r"test_partial::test_requests_survive_a_pause.*keep_kv",
     # Faults of the fake server, of which each has a deadline to wait for; chaos and the default tier's recoveries use the others.
     r"test_rollout_fake::test_(starts_that_are_late|a_frozen_server|a_join_that_is|pushes_that_are_refused)",
