@@ -11,16 +11,20 @@ from pathlib import Path
 OURS = (
     "torch",
     "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.fsdp",
+    "torch.profiler._cupti_monitor",
     "transformers",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "slipstream.agents.chat_template",
+    "slipstream.agents.command",
     "slipstream.agents.image_renderer",
     "slipstream.launch.cli.main",
     "slipstream.launch.cli.role",
     "slipstream.launch.cli.train",
+    "slipstream.launch.program.link",
     "slipstream.launch.program.run",
     "slipstream.launch.prompts",
     "slipstream.launch.run",
@@ -29,8 +33,11 @@ OURS = (
     "slipstream.launch.supervisor.entrypoints",
     "slipstream.launch.supervisor.factory",
     "slipstream.launch.supervisor.learner_rank",
+    "slipstream.launch.supervisor.push_targets",
+    "slipstream.launch.supervisor.samples",
     "slipstream.launch.supervisor.supervisor",
     "slipstream.dashboard.export",
+    "slipstream.envs.adapters.nemo_gym",
     "slipstream.envs.reasoning_gym",
     "slipstream.learner.fsdp2.backend",
     "slipstream.learner.megatron.backend",
@@ -40,6 +47,8 @@ OURS = (
     "slipstream.rollout.evaluation",
     "slipstream.rollout.foreign_agent",
     "slipstream.rollout.player",
+    "slipstream.rollout.reward_server",
+    "slipstream.rollout.self_played",
     "slipstream.rollout.worker",
     "slipstream.rollout.engines.registry",
     "slipstream.rollout.engines.vllm.client",
@@ -62,10 +71,22 @@ VLLM = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.model_executor.models.qwen3",
     # Both import these when they have begun, half a second of CPU in all.
+    "model_hosting_container_standards.sagemaker",
     "vllm.plugins.lora_resolvers.hf_hub_resolver",
     "vllm.entrypoints.serve.instrumentator.metrics",
     "vllm.entrypoints.serve.instrumentator.offline_docs",
     "vllm.entrypoints.serve.tokenize.api_router",
+    "vllm.entrypoints.serve.lora.api_router",
+    "vllm.entrypoints.serve.profile.api_router",
+    "vllm.entrypoints.serve.dev.cache.api_router",
+    "vllm.entrypoints.serve.dev.rpc.api_router",
+    "vllm.entrypoints.serve.dev.server_info.api_router",
+    "vllm.entrypoints.serve.dev.sleep.api_router",
+    "vllm.entrypoints.serve.elastic_ep.api_router",
+    "vllm.entrypoints.serve.utils.fingerprint",
+    "vllm.entrypoints.openai.models.api_router",
+    "vllm.entrypoints.rl.online.api_router",
+    "vllm.entrypoints.generate.api_router",
     "vllm.entrypoints.openai.chat_completion.api_router",
     "vllm.entrypoints.openai.completion.api_router",
     "vllm.entrypoints.openai.responses.api_router",
@@ -125,7 +146,7 @@ KNOWN = re.compile(r"slipstream\.(tests|launch\.env_check)\b")
 XDIST = "import sys;exec(eval(sys.stdin.readline()))"
 """Code of a process that pytest-xdist starts."""
 
-VLLM = ("vllm.", "slipstream.rollout.engines.vllm.", "slipstream.tests.vllm_in_fp8")
+LOADS_VLLM = ("vllm.", "slipstream.rollout.engines.vllm.", "slipstream.tests.vllm_in_fp8")
 """Modules whose processes load vLLM."""
 
 GATE_FLAG = "--gate"
@@ -145,7 +166,7 @@ def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
         return "sglang"
     if command[0] != sys.executable or environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
         return None
-    if (kind == "-m" and what.startswith(VLLM)) or (not kind and what.endswith(PARSERS)):
+    if (kind == "-m" and what.startswith(LOADS_VLLM)) or (not kind and what.endswith(PARSERS)):
         return "vllm"
     if kind == "-m" and what == "slipstream.launch.cli":
         return "vllm" if _runs_vllm(rest) else "ours"

@@ -21,10 +21,8 @@ Invariants:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
-import gc
 import importlib
 import logging
 import multiprocessing.util
@@ -40,8 +38,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.tests import forkready
 from slipstream.tests.forked import INHERITED, Request, become, finish, take_on
-from slipstream.tests.forkimages import GATE_FLAG, IMAGES, image_of, starts_others
+from slipstream.tests.forkimages import GATE_FLAG, image_of, starts_others
 
 PADDING = "FORKSERVER_PADDING"
 """Makes room for the environment of forked processes where /proc/PID/environ reads it."""
@@ -282,15 +281,7 @@ def main(descriptor: int, image: str) -> None:
     """Be the fork server of `image`; in forked processes, be those."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: socket.socket | None = socket.socket(fileno=descriptor)
-    for name in IMAGES[image]:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    if image != "sglang":
-        # What the schema allows is kept once it is found.
-        importlib.import_module("slipstream.configs").load("quickstart")
-    _keep_folders()
-    gc.collect()
-    gc.freeze()
+    forkready.load(image)
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "a fork server has one thread"
     connection.sendall(b"+")
     request = None
@@ -301,14 +292,6 @@ def main(descriptor: int, image: str) -> None:
         connection = _own_server(image, request.passed) if starts_others(request.command) else None
     assert request is not None
     finish(request.command)
-
-
-def _keep_folders() -> None:
-    """wandb makes a temporary folder as it is imported and deletes it when its process ends: a forked process would delete that of
-    all."""
-    if wandb := sys.modules.get("wandb.sdk.data_types._private"):
-        atexit.unregister(wandb.MEDIA_TMP.cleanup)
-        wandb.MEDIA_TMP._finalizer.detach()
 
 
 def _prctl(option: int, value: int) -> None:
