@@ -33,7 +33,7 @@ def load(image: str) -> None:
     if image != "sglang":
         _fill_caches()
     if image == "vllm":
-        _override_kernels()
+        _prepare_vllm()
     _shorten_exit()
     gc.collect()
     gc.freeze()
@@ -47,8 +47,11 @@ def _fill_caches() -> None:
     importlib.import_module("renderers.base")._populate_registry()
 
 
-def _override_kernels() -> None:
-    """vLLM replaces its Triton kernels in every engine: for that it looks at each name of each module, which are many here."""
+def _prepare_vllm() -> None:
+    """A server of vLLM sets the level of each of its loggers, unless that was done before. Its engine replaces Triton kernels, and
+    looks for them at each name of each module, which are many here."""
+    logging = importlib.import_module("vllm.config.logging").LoggingConfig()
+    importlib.import_module("vllm.logger").configure_logging(logging)
     platform = importlib.import_module("vllm.platforms").current_platform
     platform.register_triton_kernel_overrides()
     type(platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
