@@ -19,6 +19,7 @@ from slipstream.configs.backends import MegatronOption, Option
 from slipstream.envs import Message, task_source
 from slipstream.launch.cli.main import make_parser
 from slipstream.launch.cli.options import merge_overrides
+from slipstream.launch.init_model import TinyModelShape
 from slipstream.tests.runs import metrics, tiny_policy
 
 ROOT = Path(__file__).parent.parent
@@ -162,9 +163,8 @@ def test_the_readme_names_what_it_needs_and_the_size_of_its_model(tmp_path: Path
     text = (ROOT / "README.md").read_text()
     for need in ("`lscpu`", "GB of disk", "GB of free memory", "minutes on two cores"):
         assert need in text
-    parameters = sum(
-        tensor.numel() for tensor in load_file(tiny_policy(tmp_path / "model") / "model.safetensors").values()
-    )
+    model = tiny_policy(tmp_path / "model", TinyModelShape())
+    parameters = sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())
     assert f"{parameters / 1e6:.2f} million parameters" in text
 
 

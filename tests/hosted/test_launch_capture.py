@@ -15,7 +15,7 @@ from slipstream.chaos.hosts import Hosts
 from slipstream.rpc.security import make_pair
 from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
-from slipstream.tests.runs import NARROW, check_accounts, tiny_policy
+from slipstream.tests.runs import check_accounts, tiny_policy
 from slipstream.tests.secrets_search import (
     forms,
     found_in,
@@ -123,9 +123,7 @@ def kill(run: HostedRun, *roles: str) -> None:
 @pytest.mark.timeout(1200)  # each wait has a deadline of its own
 def test_no_frame_between_hosts_holds_a_secret(four: Hosts, tmp_path: Path) -> None:
     planted = make_pair().secret
-    policy = tiny_policy(
-        tmp_path / f"policy-{planted.encode().hex()}", NARROW
-    )  # a path, which all are given through Ray
+    policy = tiny_policy(tmp_path / f"policy-{planted.encode().hex()}")  # a path, which all are given through Ray
     # Few roles of each kind, and weights stay on their host: else they would be most of the traffic, and they hold nothing to find.
     # One worker is on another host than the server.
     settings = (

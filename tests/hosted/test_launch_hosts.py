@@ -23,7 +23,7 @@ from slipstream.launch.supervisor.factory import CLIENT_FACTORY
 from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
 from slipstream.tests.patient_env import PATIENT
-from slipstream.tests.runs import NARROW, WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
+from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
 
 pytestmark = [needs_namespaces, pytest.mark.timeout(1200)]  # each wait has a deadline of its own
 log = logging.getLogger(__name__)
@@ -140,11 +140,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("policy") / "policy")
 
 
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("narrow") / "policy", NARROW)
-
-
 def check_audit(run: Path) -> None:
     assert [(check.name, check.problems) for check in audit(run) if check.wrong] == []
 
@@ -208,7 +203,7 @@ STEP_S = 120.0
 
 @pytest.mark.full
 def test_networks_as_they_are_and_lost_hosts_which_are_no_lost_run(
-    narrow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """50 ms and 2 % loss; a host that is cut off for longer than Ray and the supervisor wait for it, one that is frozen for as
     long, one whose clock is ahead. Then a lost host of a replica and a worker, and a lost host of everything but the buffer."""
@@ -220,7 +215,7 @@ def test_networks_as_they_are_and_lost_hosts_which_are_no_lost_run(
     clocks = {core: ahead}
     with (
         Hosts([1, 5, 4], tmp_path / "hosts", clocks) as hosts,
-        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={narrow}", *CLUSTER, *PATIENT) as run,
+        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER, *PATIENT) as run,
     ):
         run.until_steps(2)
         assert run.places()["learner-0"] == core
@@ -325,11 +320,11 @@ def check_lost_hosts(hosts: Hosts, run: HostedRun, core: int, spare: int) -> Non
 
 
 @pytest.mark.full
-def test_chaos_on_hosts(narrow: Path, tmp_path: Path) -> None:
+def test_chaos_on_hosts(policy: Path, tmp_path: Path) -> None:
     """The seed is one whose faults hit a role of every kind and last seconds: those that last longer are in the test above."""
     arguments = ("chaos", "--hosts=3", "--kills=3", "--links=2", "--seed=2101", "--hang=300", "--json")
     done = slipstream(
-        "chaos", *arguments, f"model.path={narrow}", f"run.dir={tmp_path / 'run'}", check=False, seconds=1500.0
+        "chaos", *arguments, f"model.path={policy}", f"run.dir={tmp_path / 'run'}", check=False, seconds=1500.0
     )
     report = json.loads(done.stdout)
     log.info("%s", json.dumps(report, indent=1))
