@@ -155,6 +155,15 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
+@pytest.fixture(scope="module")
+def wide_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `policy`, as large as the quickstart's: it learns in a few steps."""
+    from slipstream.launch.init_model import TinyModelShape
+    from slipstream.tests.runs import tiny_policy
+
+    return tiny_policy(tmp_path_factory.mktemp("model") / "policy", TinyModelShape())
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     """That of a tiny policy of the quickstart's environment."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from slipstream.monitor.alerts import ALERTS, Alert, read_alerts
 from slipstream.rollout.engines.fake.faults import VARIABLE, Fault
-from slipstream.tests.runs import ENDLESS, Background, check_accounts, leftovers, metrics, slipstream, tiny_policy
+from slipstream.tests.runs import ENDLESS, Background, check_accounts, leftovers, metrics, slipstream
 from slipstream.tests.signed_rewards import SignedRewards
 
 WITHIN = 10  # steps
@@ -32,18 +32,19 @@ SETTINGS = (
 
 
 @pytest.mark.full
-def test_what_is_planted_is_an_alert_within_ten_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_planted_is_an_alert_within_ten_steps(
+    wide_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, flipped = tmp_path / "run", tmp_path / "flipped"
     monkeypatch.setenv(VARIABLE, msgspec.json.encode([LIES]).decode())
     factory = f"{SignedRewards.__module__}:{SignedRewards.__name__}"
     env = {"kind": "python", "factory": factory, "arguments": {"flipped": str(flipped)}}
-    model = tiny_policy(tmp_path / "policy")
     on_alert = f"run.on_alert={json.dumps(['sh', '-c', 'cat >> $0', str(tmp_path / 'told')])}"
     words = (
         "train",
         "quickstart",
         f"env={json.dumps(env)}",
-        f"model.path={model}",
+        f"model.path={wide_policy}",
         f"run.dir={run}",
         on_alert,
         *SETTINGS,

@@ -43,10 +43,10 @@ def preferences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("data") / "preferences.jsonl", *lines)
 
 
-def test_a_planted_preference_becomes_a_classifier_that_can_be_served(policy, preferences, tmp_path, capsys):
+def test_a_planted_preference_becomes_a_classifier_that_can_be_served(wide_policy, preferences, tmp_path, capsys):
     out = tmp_path / "classifier"
     keys = [
-        *(f"model.path={policy}", f"sft.out={out}", f"sft.preferences={preferences}", f"sft.held_out={HELD_OUT}"),
+        *(f"model.path={wide_policy}", f"sft.out={out}", f"sft.preferences={preferences}", f"sft.held_out={HELD_OUT}"),
         *("sft.epochs=3", "sft.lr=1e-3"),
     ]
     assert main(["sft", "quickstart", *keys]) == 0
@@ -66,7 +66,7 @@ def test_a_planted_preference_becomes_a_classifier_that_can_be_served(policy, pr
     held = np.random.default_rng(0).permutation(COUNT)[: last.tokens]
     loss = -torch.nn.functional.logsigmoid(margins[torch.from_numpy(held)]).mean()
     assert loss.item() == pytest.approx(last.loss, abs=1e-4)
-    config = load("quickstart", [f"model.path={policy}", "reward.kind=classifier", f"reward.path={out}"])
+    config = load("quickstart", [f"model.path={wide_policy}", "reward.kind=classifier", f"reward.path={out}"])
     assert check_reward_model(RunInputs(config)).startswith("classifier ")
 
 

@@ -124,17 +124,19 @@ def logprob(policy: Path, one: Trajectory) -> float:
 
 
 @pytest.mark.full
-def test_a_run_learns_from_traces_where_it_earns_nothing_and_goes_on_with_the_same(policy: Path, folder: Path) -> None:
+def test_a_run_learns_from_traces_where_it_earns_nothing_and_goes_on_with_the_same(
+    wide_policy: Path, folder: Path
+) -> None:
     run = folder / "run"
     settings = ("learner.optimizer.lr=1e-3", "learner.steps=10", "learner.algorithm.terms.imitation=1.0")
-    slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *KEYS, *settings)
+    slipstream("train", "quickstart", f"model.path={wide_policy}", f"run.dir={run}", *SMALL, *KEYS, *settings)
     kept = (run / FILE).read_bytes()
     (folder / "my.py").write_text("def score(completion, row):\n    return 0.0\n")  # would grade them otherwise
     slipstream("resume", str(run), "learner.steps=12")
     assert (run / FILE).read_bytes() == kept
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, 13))
-    traces = graded(policy)
+    traces = graded(wide_policy)
     lengths = {int(one.loss_mask.sum()) for one in traces}
     assert all(2 * min(lengths) <= row["trace_tokens"] <= 2 * max(lengths) for row in rows)  # two groups in each batch
     assert all(row["reward_mean"] == 0.0 for row in rows)  # no episode earned anything
@@ -142,6 +144,6 @@ def test_a_run_learns_from_traces_where_it_earns_nothing_and_goes_on_with_the_sa
     assert all(0 <= row["staleness_mean"] <= 2 and 0 < row["ess"] < 1.001 for row in rows)
     check_accounts(run)
     assert query(run, "SELECT count(*) FROM trajectories WHERE header LIKE '%trace%'") == [(0,)]
-    before, after = (np.mean([logprob(folder, one) for one in traces]) for folder in (policy, run / "model"))
+    before, after = (np.mean([logprob(folder, one) for one in traces]) for folder in (wide_policy, run / "model"))
     assert after > before + 40  # GRPO alone wanders: its noise in 12 steps is that of the answers it samples
     assert EncodedTrajectory.of(traces[0]).row.decode().reward == 0.0  # as the other function grades them now
