@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from ..common import tasks
+from ..common.spans import time_of_day
 from ..common.unawaited import traced, without_await
 from ..errors import DeadlineExceeded, ToolError, describe_user_error, with_deadline
 from .base import JSON, Image, Message, ToolCall, ToolSpec
@@ -63,7 +64,7 @@ class ToolCallTracker:
     @contextlib.contextmanager
     def timed(self, tool: str) -> Iterator[None]:
         """A call of `tool`."""
-        begin, started = time.time(), time.perf_counter()
+        begin, started = time_of_day(), time.perf_counter()
         error: Literal["", "invalid", "tool", "cancelled"] = ""
         try:
             yield

@@ -23,6 +23,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from ..buffer.trajectory import CALLS_LIMIT, NAME_LIMIT, EnvCall
+from ..common.spans import time_of_day
 from ..common.tasks import being_cancelled
 from ..common.unawaited import UnawaitedLog, without_await
 from ..envs import EnvPart
@@ -238,7 +239,7 @@ class EnvGuard:
     @contextlib.contextmanager
     def _attributed(self, what: Literal["task", "reset", "step"], call: str) -> Iterator[None]:
         """Turn exceptions of the environment, and coroutines that it drops, into EnvError, and record its times."""
-        begin, started, dropped = time.time(), time.perf_counter(), len(self.unawaited.lines)
+        begin, started, dropped = time_of_day(), time.perf_counter(), len(self.unawaited.lines)
         failed: Literal["", "tool", "environment", "cancelled"] = ""
         try:
             yield

@@ -24,7 +24,7 @@ from ..agents.session import Session
 from ..buffer.messages import Lease
 from ..buffer.trajectory import DETAIL_LIMIT, FINISHED, TRUNCATED, Outcome, Trajectory
 from ..common.images import PromptImage
-from ..common.spans import Id, RecordSpan, Span, no_record
+from ..common.spans import Id, RecordSpan, Span, no_record, time_of_day
 from ..common.unawaited import without_await
 from ..configs.schema import Config
 from ..envs import EnvPart, require_penalties
@@ -109,7 +109,7 @@ class EpisodePlayer:
         with the episode or that the agent cancelled. `record` receives the episode, its completions and its calls of the
         environment, also where the episode is cancelled."""
         env = EnvGuard(self.parts[lease.env], self._limits, self._tasks[lease.env])
-        began, started = time.time(), time.perf_counter()
+        began, started = time_of_day(), time.perf_counter()
         ids: dict[str, Id] = {"episode": lease.episode(member), "env": lease.env, "task": lease.task}
         ids["leased_at"] = lease.version
         try:
@@ -131,7 +131,7 @@ class EpisodePlayer:
         session, part = self._make_session(requests.generate), self.parts[lease.env]
         if self._records_experts:
             requests.experts_known = session.experts_known
-        began, started = time.time(), time.perf_counter()
+        began, started = time_of_day(), time.perf_counter()
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(env.calls)
             stack.enter_context(env.unawaited)

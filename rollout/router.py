@@ -29,7 +29,6 @@ import contextlib
 import itertools
 import logging
 import random
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -37,6 +36,7 @@ import msgspec
 from ..agents.base import Completion
 from ..common.bounded import TEXT_LENGTH
 from ..common.images import PromptImage
+from ..common.spans import time_of_day
 from ..configs.schema import Partial
 from ..errors import DeadlineExceeded, EngineError, with_deadline
 from ..weightsync.fleet import FalseReplies, Fleet, ReplicaInfo
@@ -256,7 +256,7 @@ class Router:
             RequestRejected: a server rejects the request.
             PolicyError: no engine would accept the request.
         """
-        asked = time.time()
+        asked = time_of_day()
         route = RouteRequest(next(self._numbers), episode_id, tuple(token_ids), sampling.max_tokens, oldest_version)
         request = InflightRequest(route, sampling, images)
         try:

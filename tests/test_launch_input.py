@@ -54,7 +54,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("rollout.engine.memory=1KiB", ("rollout.engine.memory", "1KiB", "MiB and more")),
         (
             "rollout.engine.options.tensor_parallel_size=5",
-            ("rollout.engine.options.tensor_parallel_size", "5", "6 attention heads"),
+            ("rollout.engine.options.tensor_parallel_size", "5", "2 attention heads"),
         ),
         ("model.dtype=bfloat16", ("model.dtype", "weightsync.canary_tolerance", "0.2")),
         ("seed=-1", ("seed", "-1")),

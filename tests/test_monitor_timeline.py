@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from slipstream.common.spans import Span, timed
+from slipstream.common import spans
+from slipstream.common.spans import SET_S, Span, time_of_day, timed
 from slipstream.monitor import follow, timeline
 from slipstream.monitor.follow import LineFollower
 from slipstream.monitor.timeline import (
@@ -74,6 +75,25 @@ def test_a_block_is_recorded_however_it_ends() -> None:
     (one,) = recorded
     assert (one.what, one.ids) == ("swap", {"replica": "engine-0", "version": 3})
     assert one.t0 <= one.t1
+
+
+@pytest.mark.parametrize("step_s", [-0.03, 0.03])
+def test_what_is_within_something_is_within_it_in_the_record_though_the_clock_is_set(
+    step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host's clock is set by milliseconds now and then, by more when it begins or was suspended."""
+    found, ahead, shown = list[Span](), [0.0], time.time
+    monkeypatch.setattr(spans.time, "time", lambda: shown() + ahead[0])
+    with timed(found.append, "episode"):
+        ahead[0] = step_s
+        with timed(found.append, "step"):
+            time.sleep(0.01)
+    inner, outer = found
+    assert outer.t0 <= inner.t0 < inner.t1 <= outer.t1
+    ahead[0] = 100 * SET_S
+    assert abs(time_of_day() - shown() - ahead[0]) < SET_S
+    ahead[0] = 0.0
+    assert abs(time_of_day() - shown()) < SET_S
 
 
 def test_a_full_queue_drops_and_counts_and_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from slipstream.agents.base import Agent, Generate
 from slipstream.buffer.encoded import EncodedTrajectory
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.trajectory import VersionSpan
+from slipstream.common.spans import time_of_day
 from slipstream.configs import load
 from slipstream.configs.reward import Classifier, Judge
 from slipstream.configs.schema import Failure, Reason
@@ -621,9 +622,9 @@ class Market(Ask):
 
 
 async def test_what_the_environment_did_and_when_is_in_the_trajectory(policy: Path) -> None:
-    before = time.time()
+    before = time_of_day()
     (trajectory,) = (await episode(policy, Market())).trajectories
-    after, calls = time.time(), trajectory.env_calls
+    after, calls = time_of_day(), trajectory.env_calls
     assert [(call.what, call.tool, call.error) for call in calls] == [
         ("task", "", ""),
         ("reset", "", ""),

@@ -165,6 +165,8 @@ FULL = (
 KEPT = (r"test_(partial|pushes|deaths)::test_\w*(served|swap)\w*\b.*@sglang",)
 """Patterns of tests that the default tier keeps although `FULL` names them."""
 
+_FULL, _KEPT = ([re.compile(pattern).match for pattern in patterns] for patterns in (FULL, KEPT))
+
 WHOLE_RUNS = ("test_launch_train", "test_launch_replicas", "test_launch_dapo", "test_launch_withheld")
 """Files of which every test is long and shares nothing: each may go to another process."""
 
@@ -195,7 +197,7 @@ def is_full(item: pytest.Item) -> bool:
     name = name_of(item)
     if item.get_closest_marker("full") is not None:
         return True
-    return any(re.search(p, name) for p in FULL) and not any(re.search(p, name) for p in KEPT)
+    return any(match(name) for match in _FULL) and not any(match(name) for match in _KEPT)
 
 
 def group_of(nodeid: str) -> str:

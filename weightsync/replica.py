@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from ..common.spans import Id, RecordSpan, Span, no_record, timed
+from ..common.spans import Id, RecordSpan, Span, no_record, time_of_day, timed
 from ..configs.schema import Partial
 from ..errors import EngineError, NoAnswer, SlipstreamError, WeightSyncError, with_deadline
 from .plan import GroupPlan, TransferPlan
@@ -303,7 +303,7 @@ class PushAttempt:
         hint = "see its log; catch_up resumes it once it answers"
         await await_reply(seconds, target.resume(), f"{target.name} to resume", hint)
         if since is not None:
-            paused, now = time.perf_counter() - since, time.time()
+            paused, now = time.perf_counter() - since, time_of_day()
             self._result.pause_s = max(self._result.pause_s, paused)
             ids: dict[str, Id] = {"version": self._push.snapshot.version, "replica": target.name}
             self._push.record(Span(now - paused, now, "pause", ids))

@@ -28,6 +28,7 @@ from ...agents.base import Completion, FinishReason, RequestTiming
 from ...buffer.trajectory import VersionSpan
 from ...common.images import PromptImage
 from ...common.routed_experts import RoutedExperts, RouterShape
+from ...common.spans import time_of_day
 from ...configs.schema import Partial
 from ...errors import EngineError, PolicyError
 from ...weightsync.plan import GroupPlan, TransferPlan
@@ -282,7 +283,7 @@ class CompletionStream(ABC):
         self.logprobs: list[float] = []
         self.spans: Sequence[OutputSpan] | None = None
         self.cached: int | None = None  # tokens of the prompt that the server had in its prefix cache, where it says so
-        self._sent_time, self._sent = time.time(), time.perf_counter()  # of the clock of the host; monotonic
+        self._sent_time, self._sent = time_of_day(), time.perf_counter()
         self._first: float | None = None
         self._last = self._sent
 
