@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
@@ -29,6 +30,7 @@ FORMAT = b"\x09"  # first byte of every message. Raise it when a struct on the w
 FRAME_LIMIT = 36 << 20
 ONE_WAY = 0  # number of a message that gets no reply
 LINGER_MS = 500  # how long queued messages outlive their socket: libzmq aborts a process that drops half of a message
+DISCONNECTED_S = 0.5  # longest wait for a connection to be taken down
 # TCP probes a silent connection after this long, and closes it when the probe is not answered for as long again.
 KEEPALIVE_S = 5
 # How much the kernel holds of what is sent to a process of the same host. By itself it goes up to megabytes, for long ways through
@@ -202,8 +204,12 @@ class AsyncSocket:
                 send(frame, flags, copy=len(frame) < COPY_BYTES)
         polling = self._polling
         # A send may consume the wake-up that the poller waits for.
-        if polling is not None and not polling.done() and int(self._direct.getsockopt(zmq.EVENTS)) & POLLIN:
+        if polling is not None and not polling.done() and self._events() & POLLIN:
             polling.set_result(POLLIN)
+
+    def _events(self) -> int:
+        """What can be done now, `POLLIN` and `POLLOUT`; to ask may consume the wake-up of pollers."""
+        return int(self._direct.getsockopt(zmq.EVENTS))
 
     def receive(self) -> list[Frame] | None:
         """The next message; None when there is none."""
@@ -238,8 +244,13 @@ class AsyncSocket:
         self._direct.connect(endpoint)
 
     def disconnect(self, endpoint: str) -> None:
-        """Drop the connection, and what is queued for it."""
+        """Drop the only connection, and what is queued for it. A thread of ZeroMQ takes it down, in a few milliseconds, and says
+        nothing when it has: what is sent before that is lost."""
         self._direct.disconnect(endpoint)
+        until = time.monotonic() + DISCONNECTED_S
+        while self._events() & zmq.POLLOUT and time.monotonic() < until:
+            time.sleep(DISCONNECTED_S / 1000)
+        self.wake()
 
     def close(self) -> None:
         self._awaited.close()

@@ -245,6 +245,24 @@ async def test_what_a_server_left_unanswered_is_sent_to_its_successor_at_once(ad
         client.close()
 
 
+async def test_nothing_is_sent_to_the_process_before_once_another_is_trusted(address: str) -> None:
+    """It would be lost, and sent again only after `resend_s`."""
+    server: RpcServer[m.Register] = RpcServer(address, "a service", m.Register, peers=table(), pair=BUFFER)
+    serving = asyncio.create_task(server.serve(lambda _: asyncio.sleep(0, m.Ack()), "a request"))
+    try:
+        for _ in range(30):
+            client = RpcClient(f"{address}#{BUFFER.public}", "worker-0", "a service", m.Ack, resend_s=1, pair=WORKER)
+            assert await client.request(m.Register("a", "b"), m.Ack, SOON) == m.Ack()
+            assert client.notify(m.Register("a", "b"))
+            client.trust(NOBODY.public)
+            assert not client.notify(m.Register("a", "b"))
+            client.close()
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+        server.close()
+
+
 async def test_the_fleet_is_shown_to_roles_only() -> None:
     board = StatePublisher("tcp://127.0.0.1:*", Fleet(), table(), SUPERVISOR)
     serving = asyncio.create_task(board.serve())
