@@ -31,7 +31,7 @@ from slipstream.tests import forkgate
 from slipstream.tests.fake_kuberay import FakeKubeRay, delete
 from slipstream.tests.fake_slurm import FakeSlurm
 from slipstream.tests.kuberay import RAY_JOB
-from slipstream.tests.runs import SMALL, WAIT_S, check_accounts, leftovers, metrics, tiny_policy
+from slipstream.tests.runs import SMALL, WAIT_S, check_accounts, leftovers, metrics
 
 MANY = "launch.kind=ray_cluster"
 GPUS = (
@@ -169,11 +169,6 @@ def test_a_script_asks_for_what_the_config_needs(tmp_path: Path) -> None:
 def test_options_of_slurm_that_are_no_words(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         script_of(**options)
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("submit") / "policy")
 
 
 def test_a_loss_that_is_nowhere_is_named_before_a_job_is_written(policy: Path, tmp_path: Path) -> None:

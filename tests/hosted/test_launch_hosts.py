@@ -23,7 +23,7 @@ from slipstream.launch.supervisor.factory import CLIENT_FACTORY
 from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
 from slipstream.tests.patient_env import PATIENT
-from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
+from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream
 
 pytestmark = [needs_namespaces, pytest.mark.timeout(1200)]  # each wait has a deadline of its own
 log = logging.getLogger(__name__)
@@ -133,11 +133,6 @@ def gated() -> Iterator[None]:
     """Roles are forked. A run whose processes are all started as users start them is in test_docs.py."""
     with forkgate.gated():
         yield
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy") / "policy")
 
 
 def check_audit(run: Path) -> None:

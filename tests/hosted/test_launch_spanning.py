@@ -28,7 +28,7 @@ from slipstream.rollout.engines.launch_common import ServerNode
 from slipstream.rollout.engines.vllm import launch as vllm_server
 from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
-from slipstream.tests.runs import SMALL, check_accounts, leftovers, metrics, tiny_policy
+from slipstream.tests.runs import SMALL, check_accounts, leftovers, metrics
 
 PARTS = ["engine-0", "engine-0.1", "engine-1", "engine-1.1"]
 
@@ -142,11 +142,6 @@ def test_eval_and_rate_work_in_a_folder_that_their_hosts_share(tmp_path: Path) -
 
 
 # --- the real server ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy") / "policy")
 
 
 @pytest.fixture
