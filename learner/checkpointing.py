@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -22,9 +23,27 @@ from .checkpoint import CheckpointState, checkpoints, path_of, prune, read_state
 from .model import MODEL_KEY
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STOPPED_S = 5.0
 """Longest wait for the buffer to know of a checkpoint, after a stop: one that is well answers in milliseconds."""
+COMMIT_S = 15.0
+"""Longest wait for the buffer's answers in a commit, after a stop. Without them the steps since the last checkpoint are lost, so a
+slow disk has more time."""
+
+
+async def answered(request: Coroutine[Any, Any, T], stop: asyncio.Event, seconds: float, waits_for: str) -> T:
+    """What the buffer answers. Raises DeadlineExceeded where it does not within `seconds` after a stop: it may have ended for
+    good."""
+    asking = asyncio.create_task(request, name=waits_for)
+    try:
+        return await run_or_stop(asyncio.shield(asking), stop)
+    except Stopped:
+        hint = "see the buffer's log"
+        waits_for = f"{waits_for} after a stop"
+        return await with_deadline(seconds, asking, who="the learner", waits_for=waits_for, hint=hint)
+    finally:
+        asking.cancel()
 
 
 class Checkpointer:
@@ -129,16 +148,12 @@ class Checkpointer:
             self._on_checkpoint(step_of(newest[-1]))
 
     async def _acknowledged(self, version: int) -> None:
-        """Return when the buffer knows that commits up to `version` are final; after a stop within `STOPPED_S`, whether it knows or
-        not: where it has ended for good, a checkpoint that is still to be written must not wait for it."""
-        asking = asyncio.create_task(self._buffer.checkpointed(version), name="checkpointed")
-        waits_for, hint = "the buffer to know of its checkpoint after a stop", "see the buffer's log"
+        """Return when the buffer knows that commits up to `version` are final, or has not answered after a stop: where it has ended
+        for good, a checkpoint that is still to be written must not wait for it."""
+        telling = self._buffer.checkpointed(version)
         try:
-            await run_or_stop(asyncio.shield(asking), self.stop)
-        except Stopped:
-            try:
-                await with_deadline(STOPPED_S, asking, who="the learner", waits_for=waits_for, hint=hint)
-            except DeadlineExceeded as late:
-                log.warning("%s. The checkpoint is whole, and counts", late)
-        finally:
-            asking.cancel()
+            await answered(telling, self.stop, STOPPED_S, "the buffer to know of its checkpoint")
+        except DeadlineExceeded as late:
+            if not self.stop.is_set():
+                raise
+            log.warning("%s. The checkpoint is whole, and counts", late)

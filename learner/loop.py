@@ -15,6 +15,7 @@
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
     every rank         the previous checkpoint, at the next, at the end  learner.batch_s, then DeadlineExceeded
     rank 0             the buffer, to know of a checkpoint, after a stop  `checkpointing.STOPPED_S`, then it goes on
+    every rank         the buffer's answers in a commit, after a stop     `checkpointing.COMMIT_S`, then DeadlineExceeded
 
 Invariants:
 - All ranks run this same loop over the same headers; each plans the same steps, and reads the rows that it works on.
@@ -23,7 +24,8 @@ Invariants:
 - Settings that change while the run goes on are those that rank 0 knows when a batch was taken: all ranks step with the same.
 - A batch that cannot be trained on is set aside (`unusable`). Where a rank proves which group is at fault, all ranks take the batch
   again without it. Where a step fails by what may be the data, the rank tells the buffer and ends; the step is tried once more.
-- The ranks agree on a stop between two steps. A stop leaves a checkpoint of the last commit.
+- The ranks agree on a stop between two steps. A stop leaves a checkpoint of the last commit; where the buffer has ended for good
+  in the midst of a commit, the next start goes on from the checkpoint before.
 - No rank steps before all replicas sleep, in a run in which they do. Whatever becomes of the batch, they wake before the next is
   taken; where the step fails, they wake when the ranks have started again.
 - What is done with a batch is rank 0's choice, which the others learn in the step that they begin. No other batch is taken before.
@@ -34,8 +36,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -52,12 +55,13 @@ from .aux_models.aux_models import AuxModels
 from .backend import Backend
 from .batch_trainer import BatchTrainer
 from .checkpoint import CheckpointState
-from .checkpointing import Checkpointer
+from .checkpointing import COMMIT_S, Checkpointer, answered
 from .metrics import StepMetrics, StepTimer, summarize, without_loss
 from .replica_updates import ReplicaUpdates
 from .traces import ExpertTraces
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # What rank 0 does with a batch.
 STEP, DISCARD, LEAVE = 0, 1, 2
@@ -223,7 +227,9 @@ class TrainingLoop:
         with self._in_phase("commit", state.version):
             self.state = state = await self._commit(state, self._trainer.carried(batch, result))
             self._annotate(state.version, seen.finish())
-            self._timer.stepped(await self._buffer.stats(), int(batch.sizes.sum()))
+            self._timer.stepped(
+                await self._answered(self._buffer.stats(), "the buffer's counts"), int(batch.sizes.sum())
+            )
         with self._in_phase("publish", state.version):
             push = await self._updates.publish(state.version)
         with self._in_phase("checkpoint", state.version):
@@ -243,7 +249,9 @@ class TrainingLoop:
         with self._in_phase("commit", state.version):
             await self._give_up(taken, "critic_warmup")
             self.state = state = msgspec.structs.replace(state, step=state.step + 1)
-            self._timer.stepped(await self._buffer.stats(), int(batch.sizes.sum()))
+            self._timer.stepped(
+                await self._answered(self._buffer.stats(), "the buffer's counts"), int(batch.sizes.sum())
+            )
         with self._in_phase("publish", state.version):
             push = await self._updates.no_push(state.version)
         with self._in_phase("checkpoint", state.version):
@@ -265,7 +273,9 @@ class TrainingLoop:
     async def _give_up(self, taken: BatchPlan[BatchRow], reason: Unstepped) -> None:
         """Collective. Have the buffer discard the batch."""
         if self._backend.rank == 0:
-            await self._buffer.discard_batch(taken.version, [group[0].group_id for group in taken.groups], reason)
+            groups = [group[0].group_id for group in taken.groups]
+            discard = self._buffer.discard_batch(taken.version, groups, reason)
+            await self._answered(discard, "the buffer to discard a batch")
         self._backend.maximum(0.0)  # no rank takes the next batch while this one is there: both are of one version
 
     def gauges(self) -> dict[str, str | int]:
@@ -304,8 +314,11 @@ class TrainingLoop:
 
     async def _commit(self, state: CheckpointState, carried: dict[str, float]) -> CheckpointState:
         if self._backend.rank == 0:
-            await self._buffer.commit(state.version)
+            await self._answered(self._buffer.commit(state.version), "the buffer to commit a step")
         return CheckpointState(step=state.step + 1, version=state.version + 1, algorithm=carried)
+
+    async def _answered(self, request: Coroutine[Any, Any, T], waits_for: str) -> T:
+        return await answered(request, self._stop, COMMIT_S, waits_for)
 
     async def _late_batch(self, version: int) -> DeadlineExceeded:
         stats = await self._buffer.stats()
