@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from ..buffer.lease_manager import LeaseManager
 from ..buffer.messages import GROUPS_AT_ONCE, Lease
 from ..buffer.trajectory import FINISHED, UNWANTED, Outcome
-from ..rollout.concurrency import Concurrency, EngineLoad
-from ..rollout.slot_time import SlotTime
+from ..rollout.concurrency import Concurrency, EngineLoad, SlotTime
 from .engine import SimulatedRequest
 from .fleet import SimulatedRouter
 from .kernel import ONE_AT_A_TIME, SharedProcessor, VirtualClock

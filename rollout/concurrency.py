@@ -1,4 +1,5 @@
-"""How many episodes a worker plays at once: an adaptive cap that follows the servers' load, so that users need not set it.
+"""How many episodes a worker plays at once: an adaptive cap that follows the servers' load, so that users need not set it. And
+`SlotTime`, how long the slots of that cap were empty: the same account in a run and in a simulation of it.
 
     every second:   cap += growth                    while the cap is used up
                     cap -= cap x CUT x congestion    in proportion to queued requests or full KV caches
@@ -12,7 +13,9 @@ Invariants:
 - The cap is never below one group: the members of a group start at the same time. It is never above a limit that the user set.
 - The cap moves only when its last move has taken effect: it grows while it leaves no room for a group, and shrinks while no more
   episodes run than it allows. Running episodes are never ended.
-- A pure state machine: no clock, no task. `observe` is called once a second.
+- The account is exact where the caller calls `account` before every change of the slots and of the number of episodes played.
+- A slot that waits for the room of a whole group is not idle, nor is one above the cap, in which an episode still runs.
+- Pure state machines: no clock, no task. `observe` is called once a second.
 """
 
 from __future__ import annotations
@@ -102,3 +105,25 @@ class Concurrency:
 
     def _set(self, cap: float) -> None:
         self._cap = max(float(self._group_size), min(cap, self._limit))
+
+
+class SlotTime:
+    """Totals since the time `now`, in seconds of the caller's clock.
+
+    Attributes:
+        slot_s: seconds times slots, those above the cap that are still played included.
+        idle_slot_s: of these, seconds of slots without an episode.
+    """
+
+    def __init__(self, group_size: int, now: float) -> None:
+        self.slot_s = 0.0
+        self.idle_slot_s = 0.0
+        self._group_size = group_size
+        self._until = now
+
+    def account(self, now: float, slots: int, playing: int) -> None:
+        """From the last call until `now` there were `slots`, and `playing` episodes."""
+        seconds, self._until = now - self._until, now
+        self.slot_s += max(slots, playing) * seconds
+        if slots - playing >= self._group_size:
+            self.idle_slot_s += (slots - playing) * seconds

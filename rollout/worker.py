@@ -30,11 +30,10 @@ from ..buffer.trajectory import UNWANTED, Outcome
 from ..common.spans import RecordSpan, no_record
 from ..common.tasks import Stopped, run_or_stop
 from ..errors import WireError
-from .concurrency import Concurrency
+from .concurrency import Concurrency, SlotTime
 from .failures import FailureLog, FailureWindow
 from .loop_watchdog import EventLoopWatchdog
 from .player import EpisodePlayer, EpisodeResult
-from .slot_time import SlotTime
 
 log = logging.getLogger(__name__)
 

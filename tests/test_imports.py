@@ -22,7 +22,7 @@ ALLOWED = {
     "buffer": {"monitor", "rpc"},
     "learner": {"buffer", "weightsync", "rpc"},
     "weightsync": {"monitor", "rpc"},
-    "planner": {"buffer", "rollout.concurrency", "rollout.routing", "rollout.slot_time", "weightsync.fleet", "monitor"},
+    "planner": {"buffer", "rollout.concurrency", "rollout.routing", "weightsync.fleet", "monitor"},
     "dashboard": {"buffer", "monitor", "planner"},
     "monitor": set(),
     "configs": set(),
