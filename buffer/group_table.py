@@ -1,4 +1,4 @@
-"""Task groups and their episodes in memory, and the ledger that follows every change of an episode.
+"""Task groups and their episodes in memory, the ledger that follows every change of an episode, and the counters of the replay.
 
 Invariants:
 - An episode changes only within `GroupTable.update`, which takes its tokens out of their accounts before and adds them after.
@@ -7,6 +7,7 @@ Invariants:
 - A group changes state only in `set_state`, which indexes groups by state and counts them by environment, so that no request walks
   over all groups.
 - Every changed group and episode is in `drain()` once, for the caller to store.
+- A group leaves memory only when it is stored, no recovery needs it, and no report about it changes anything.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal, get_args
 import msgspec
 
 from ..errors import StateError
+from .admission import ReplayCounters
 from .ledger import STALE, WITHHELD, Counts, VersionLedgers, Withheld
 from .trajectory import Outcome
 
@@ -125,19 +127,20 @@ class GroupTable:
     Attributes:
         groups: by id.
         ledgers: hold the tokens of these groups and of those that are no longer in memory.
+        counters: the numbers that `Replay` and `LeaseManager` go by and change. Who keeps them copies them.
         newly_ready: ids of the groups that became ready since the owner emptied it.
         time: when the next changes happen, in seconds since the epoch; set by the owner. It is recorded and decides nothing.
-
-    Args:
-        first, step: the numbers of its groups; others are of other shards.
     """
 
     def __init__(
-        self, groups: Iterable[Group] = (), ledgers: VersionLedgers | None = None, first: int = 0, step: int = 1
+        self,
+        groups: Iterable[Group] = (),
+        ledgers: VersionLedgers | None = None,
+        counters: ReplayCounters | None = None,
     ) -> None:
-        self._first, self._step = first, step
         self.groups: dict[int, Group] = {}
         self.ledgers = ledgers or VersionLedgers()
+        self.counters = counters or ReplayCounters()
         self.newly_ready: set[int] = set()
         self.time = 0.0
         self._by_state: dict[GroupState, dict[int, Group]] = {state: {} for state in get_args(GroupState)}
@@ -175,14 +178,14 @@ class GroupTable:
         """The group that an episode id names; None when it is not in memory."""
         return self.groups.get(group_number(episode_id))
 
-    def find(self, episode_id: str, next_group: int) -> tuple[Group, Episode] | None:
+    def find(self, episode_id: str) -> tuple[Group, Episode] | None:
         """The group and episode of an id; None when the group is settled and no longer in memory.
 
         Raises:
-            StateError: it was never leased; groups from `next_group` on were not. Or it is of another shard.
+            StateError: it was never leased, or it is of another shard.
         """
-        group_id = group_number(episode_id)
-        if group_id >= 0 and group_id % self._step != self._first:
+        group_id, next_group = group_number(episode_id), self.counters.next_group
+        if group_id >= 0 and (group_id - next_group) % self.counters.shards:  # a shard's numbers are `shards` apart
             raise StateError(f"episode {episode_id!r} is of another shard of the buffer")
         group = self.groups.get(group_id)
         if group is not None and episode_id in group.episodes:
@@ -190,10 +193,6 @@ class GroupTable:
         if group is None and 0 <= group_id < next_group:
             return None
         raise StateError(f"episode {episode_id!r} was never leased")
-
-    def is_changed(self, group: Group) -> bool:
-        """Whether the next `drain` returns it."""
-        return group.id in self._changed
 
     # --- changes --------------------------------------------------------------------------------------------------
 
@@ -206,13 +205,19 @@ class GroupTable:
         self._changed.clear()
         return changed
 
+    def prune(self) -> None:
+        """Drop from memory the settled groups that no recovery can need."""
+        suspects = self.counters.suspects
+        for group_id in [i for i in suspects if i not in self.groups or self.groups[i].state == "discarded"]:
+            del suspects[group_id]
+        for group in (*self.in_state("discarded"), *self.trained_in(up_to=self.counters.settled)):
+            if group.id not in self._changed and all(e.settled for e in group.episodes.values()):
+                del self.groups[group.id]
+                self._unindex(group)
+
     def add(self, group: Group) -> None:
         self.groups[group.id] = group
         self._index(group)
-
-    def remove(self, group: Group) -> None:
-        del self.groups[group.id]
-        self._unindex(group)
 
     def set_state(self, group: Group, state: GroupState, trained_at: int | None = None) -> None:
         """Change the state of a group; `trained_at` is the version that was made from it."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from ..common.outcomes import FAILED
 from ..errors import StateError
-from .admission import Admission, ReplayConfig, ReplayCounters
+from .admission import Admission, ReplayConfig
 from .group_table import Episode, Group, GroupState, GroupTable
 from .ledger import Counts
 from .messages import Lease
@@ -39,18 +39,13 @@ class LeaseManager:
         tasks: chooses the tasks of new groups and counts their attempts; without one all come in order.
 
     Raises:
-        StateError: `counters` are of a run with other environments.
+        StateError: the counters of `table` are of a run with other environments, or of another process of the buffer.
     """
 
     def __init__(
-        self,
-        admission: Admission,
-        config: ReplayConfig,
-        table: GroupTable,
-        counters: ReplayCounters,
-        tasks: TaskTable | None = None,
+        self, admission: Admission, config: ReplayConfig, table: GroupTable, tasks: TaskTable | None = None
     ) -> None:
-        envs, first = len(admission.shares), admission.first_group
+        envs, first, counters = len(admission.shares), admission.first_group, table.counters
         if not counters.cursors:
             counters.shard, counters.shards = admission.shard, admission.shards
             counters.next_group = max(first, counters.next_group)
@@ -68,7 +63,6 @@ class LeaseManager:
         self._admission = admission
         self._config = config
         self._table = table
-        self._counters = counters
         self.tasks = tasks or TaskTable([SequentialSampler()] * envs)
 
     def configure(self, admission: Admission, config: ReplayConfig) -> None:
@@ -94,7 +88,7 @@ class LeaseManager:
     def grant(self, worker: str, now: float, request: str = "") -> Lease | None:
         """Lease the oldest group that lost its worker, else a new one if admission allows; None when it does not."""
         served = self.served
-        if served is None or served < self._admission.oldest_trainable(self._counters.version):
+        if served is None or served < self._admission.oldest_trainable(self._table.counters.version):
             return None  # what the engines sample now could not be trained on
         group = next(iter(self._table.in_state("open")), None) or self._new_group()
         if group is None:
@@ -136,7 +130,7 @@ class LeaseManager:
         """Take in a worker's running totals and renew the leases they belong to; returns the episodes to cancel."""
         unwanted = []
         for episode_id, counts in generated.items():
-            found = self._table.find(episode_id, self._counters.next_group)
+            found = self._table.find(episode_id)
             if found is None or found[1].settled:
                 unwanted.append(episode_id)
                 continue
@@ -168,7 +162,7 @@ class LeaseManager:
         Raises:
             StateError: it was never leased, its counts contradict each other, or it names a version that does not exist.
         """
-        found = self._table.find(episode_id, self._counters.next_group)
+        found = self._table.find(episode_id)
         if found is None or found[1].settled:
             return False
         group, episode = found
@@ -180,7 +174,7 @@ class LeaseManager:
             self._table.set_generated(episode, generated)
             episode.settled, episode.outcome, episode.delivered_time = True, outcome, self._table.time
             if outcome.reason != UNWANTED:
-                ended = self._counters.outcomes
+                ended = self._table.counters.outcomes
                 ended[outcome.label] = ended.get(outcome.label, 0) + 1
             if episode.account == "in_flight":
                 episode.final = not again
@@ -200,7 +194,7 @@ class LeaseManager:
 
     def _new_group(self) -> Group | None:
         """A new group of the environment with the largest free share of its budget; None when all budgets are used."""
-        counters = self._counters
+        counters = self._table.counters
         settled = [trained - n for trained, n in zip(counters.trained, self._unserved(), strict=True)]
         budgets = self._admission.budgets(settled)
         free = [(b - n) / b if b else 0.0 for b, n in zip(budgets, self.outstanding(), strict=True)]
@@ -215,7 +209,7 @@ class LeaseManager:
 
     def _unserved(self) -> list[int]:
         """Groups of each environment that were trained on and whose version is not served yet."""
-        served, counts = self._counters.served, [0] * len(self._admission.shares)
+        served, counts = self._table.counters.served, [0] * len(self._admission.shares)
         for group in self._table.trained_in(above=-1 if served is None else served):
             counts[group.env] += 1
         return counts
@@ -242,7 +236,7 @@ class LeaseManager:
             self._table.discard_group(group, "too_few_members")
         elif ended and equal:
             self._table.discard_group(group, EQUAL_REWARDS)
-            self._counters.refilled += 1
+            self._table.counters.refilled += 1
         elif ended or (len(kept) >= self._config.min_members and not equal and not no_baseline):
             for episode in dropped(group, self._config.filter):
                 with self._table.update(group, episode):
@@ -255,7 +249,7 @@ class LeaseManager:
         return self._config.greedy and member == GREEDY
 
     def _require_versions(self, episode_id: str, counts: Counts) -> None:
-        version = self._counters.version
+        version = self._table.counters.version
         if max(counts, default=0) > version:
             raise StateError(
                 f"episode {episode_id} has tokens of version {max(counts)}, the buffer is at version {version}"

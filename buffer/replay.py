@@ -55,7 +55,7 @@ class Replay:
 
     Attributes:
         admission, config: the rules in force, see `configure`.
-        table: the groups and the ledger.
+        table: the groups, the ledger and the counters.
         leases: what workers do.
 
     Raises:
@@ -73,24 +73,19 @@ class Replay:
     ) -> None:
         self.admission = admission
         self.config = config
-        self.table = GroupTable(groups, ledgers, admission.first_group, admission.shards)
-        self._counters = counters.copy() if counters else ReplayCounters()
-        self.leases = LeaseManager(admission, config, self.table, self._counters, tasks)
+        self.table = GroupTable(groups, ledgers, counters)
+        self.leases = LeaseManager(admission, config, self.table, tasks)
         self._staleness_checked_at = -1
 
     @property
     def version(self) -> int:
         """Of the learner's weights."""
-        return self._counters.version
+        return self.table.counters.version
 
     @property
     def served(self) -> int | None:
         """The version that the fleet serves now; None while no replica serves one, and before that is known after a restart."""
         return self.leases.served
-
-    def counters(self) -> ReplayCounters:
-        """A copy, to be stored."""
-        return self._counters.copy()
 
     @property
     def next_batch(self) -> int:
@@ -100,7 +95,7 @@ class Replay:
     @property
     def taken_under(self) -> Admission:
         """The bound of the batch that is taken; without one the bound in force."""
-        return self._counters.taken or self.admission
+        return self.table.counters.taken or self.admission
 
     def configure(self, rules: LiveRules) -> int:
         """Change the rules. A higher bound acts with the next lease. A lower one acts with the next batch, and no new group starts
@@ -124,7 +119,7 @@ class Replay:
         if self._has_batch:
             return self.table.in_state("batched")
         self._discard_stale(version)
-        quotas = list(self.admission.quotas(self._counters.trained))
+        quotas = list(self.admission.quotas(self.table.counters.trained))
         if any(self.table.count("ready", env) < quota for env, quota in enumerate(quotas)):
             return None
         if self.config.on_deadline == "wait" and any(
@@ -137,7 +132,7 @@ class Replay:
                 for episode in group.in_account("in_flight"):
                     self.table.discard(group, episode, STRAGGLER)
                 self.table.set_state(group, "batched")
-        self._counters.taken = self.admission
+        self.table.counters.taken = self.admission
         return self.table.in_state("batched")
 
     def fresh(self, version: int) -> list[Episode]:
@@ -154,9 +149,10 @@ class Replay:
         Raises:
             StateError: there is no such batch, or the ledger does not balance; nothing has changed then.
         """
+        counters = self.table.counters
         if version < self.version and self.table.trained_in(above=version, up_to=version + 1):
             return
-        if version + 1 == self.version and self._counters.recovered_from is None:
+        if version + 1 == self.version and counters.recovered_from is None:
             return  # of a process without groups, or whose groups have left memory
         batch = self.table.in_state("batched")
         if version != self.version or not self._has_batch:
@@ -166,13 +162,13 @@ class Replay:
         oldest = max(oldest, self.taken_under.oldest_trainable(version))
         for group in batch:
             self.table.set_state(group, "trained", version + 1)
-            self._counters.trained[group.env] += 1
-            self._counters.suspects.pop(group.id, None)
+            counters.trained[group.env] += 1
+            counters.suspects.pop(group.id, None)
             ready = group.in_account("ready")
             with self.table.update(group, *ready):
                 for episode in ready:
                     episode.account, episode.loss_from = "trained", None if episode.withheld else oldest
-        self._counters.version, self._counters.recovered_from, self._counters.taken = version + 1, None, None
+        counters.version, counters.recovered_from, counters.taken = version + 1, None, None
 
     def discard_batch(self, version: int, groups: Sequence[int], reason: Unstepped) -> None:
         """The batch of `version`, which is `groups`, made no version. No recovery returns it. Repeating it changes nothing.
@@ -180,21 +176,20 @@ class Replay:
         Raises:
             StateError: there is no such batch; nothing has changed then.
         """
+        counters = self.table.counters
         batch = {group.id: group for group in self.table.in_state("batched")}
         if version != self.version or batch.keys() != set(groups):
             known = [group for one in groups if (group := self.table.groups.get(one)) is not None]
-            if all(group.state == "discarded" for group in known) and all(
-                g < self._counters.next_group for g in groups
-            ):
+            if all(group.state == "discarded" for group in known) and all(g < counters.next_group for g in groups):
                 return
             raise StateError(
                 f"groups {', '.join(map(str, groups))} are not the batch of version {version}; the buffer is at version "
                 f"{self.version}, its batch is {', '.join(map(str, batch)) or 'empty'}"
             )
         for group in batch.values():
-            self._counters.suspects.pop(group.id, None)
+            counters.suspects.pop(group.id, None)
             self.table.discard_group(group, reason)
-        self._counters.taken = None
+        counters.taken = None
 
     def set_aside(self, version: int, groups: Collection[int]) -> list[Group]:
         """Groups of the batch of `version` cannot be trained on, as a rank has proven: they are discarded, the others are ready
@@ -204,28 +199,30 @@ class Replay:
             StateError: the buffer is at another version, or too many batches of this run were unusable; nothing has changed then.
         """
         self._require_version(version)
+        counters = self.table.counters
         batch = self.table.in_state("batched")
         found = [group for group in self.table.in_state("batched", "ready") if group.id in groups]
         if not found:
             return []
-        if self._counters.unusable + bool(batch) > UNUSABLE_BATCHES:
+        if counters.unusable + bool(batch) > UNUSABLE_BATCHES:
             raise StateError(
                 f"{UNUSABLE_BATCHES} batches of this run could not be trained on before: the cause is not the data of one"
             )
-        self._counters.unusable += bool(batch)  # ranks may prove one group each
+        counters.unusable += bool(batch)  # ranks may prove one group each
         for group in batch:
             self.table.set_state(group, "ready")
         for group in found:
-            self._counters.suspects.pop(group.id, None)
+            counters.suspects.pop(group.id, None)
             self.table.discard_group(group, UNUSABLE)
-        self._counters.taken = None
+        counters.taken = None
         return found
 
     def step_failed(self, version: int) -> list[Group]:
         """A rank failed to step on the batch of `version`, and does not know by which group. Returns the groups that are set aside
         for it: none at the first failure. Raises as `set_aside`."""
         self._require_version(version)
-        now, suspects = self._counters.recoveries, self._counters.suspects
+        counters = self.table.counters
+        now, suspects = counters.recoveries, counters.suspects
         batch = self.table.in_state("batched")
         if again := [group.id for group in batch if suspects.get(group.id, now) < now]:
             return self.set_aside(version, again)
@@ -235,7 +232,7 @@ class Replay:
     @property
     def _has_batch(self) -> bool:
         """Whether a batch is taken; that of a clock has no groups."""
-        return bool(self.table.in_state("batched")) or self._counters.taken is not None
+        return bool(self.table.in_state("batched")) or self.table.counters.taken is not None
 
     def _require_version(self, version: int) -> None:
         if version != self.version:
@@ -245,15 +242,17 @@ class Replay:
         """The fleet serves `version`; None: no replica serves one now, so nothing is leased."""
         if version is not None and version > self.version:
             raise StateError(f"version {version} cannot be served; the buffer is at version {self.version}")
+        counters = self.table.counters
         self.leases.served = version
         if version is not None:
-            self._counters.served = max(version, -1 if self._counters.served is None else self._counters.served)
+            counters.served = max(version, -1 if counters.served is None else counters.served)
 
     def mark_checkpointed(self, version: int) -> None:
         """A checkpoint holds all commits up to `version`."""
         if version > self.version:
             raise StateError(f"a checkpoint of version {version}; the buffer is at version {self.version}")
-        self._counters.checkpointed = max(self._counters.checkpointed, version)
+        counters = self.table.counters
+        counters.checkpointed = max(counters.checkpointed, version)
 
     def recover(self, restored: int, version: int | None = None) -> int:
         """Roll back to weights that contain the commits up to version `restored`; returns the version to publish them under. To a
@@ -262,7 +261,7 @@ class Replay:
         Raises:
             StateError: so many commits are not known here, or they are no longer rolled back; or the clock is behind this shard.
         """
-        counters = self._counters
+        counters = self.table.counters
         if version is not None and version < counters.version:
             raise StateError(f"the clock is at version {version}, this shard at {counters.version}: another run's?")
         if restored > counters.version:
@@ -291,17 +290,6 @@ class Replay:
         if version != counters.version:
             counters.version, counters.recovered_from = version, restored
         return version
-
-    def prune(self) -> None:
-        """Drop from memory the settled groups that no recovery can need."""
-        suspects = self._counters.suspects
-        for group_id in [
-            i for i in suspects if i not in self.table.groups or self.table.groups[i].state == "discarded"
-        ]:
-            del suspects[group_id]
-        for group in (*self.table.in_state("discarded"), *self.table.trained_in(up_to=self._counters.settled)):
-            if not self.table.is_changed(group) and all(e.settled for e in group.episodes.values()):
-                self.table.remove(group)
 
     def _discard_stale(self, version: int) -> None:
         """Discard ready groups without a token within the bound, and under `drop` every group with a token past it. A group is

@@ -87,7 +87,8 @@ class RequestHandler:
 
     def drain(self) -> WriteBatch | None:
         """What the next transaction stores: everything that changed since the last call. None when nothing did."""
-        groups, counters = self._replay.table.drain(), self._replay.counters()
+        table = self._replay.table
+        groups, counters = table.drain(), table.counters.copy()
         tasks = self._replay.leases.tasks.drain()
         pending, self.pending = self.pending, PendingWrites()
         changed = (
@@ -99,7 +100,7 @@ class RequestHandler:
             or counters != self._stored_counters
         )
         self._stored_counters = counters
-        self._replay.prune()
+        table.prune()
         if not changed:
             return None
         arrived = list(itertools.chain.from_iterable(pending.trajectories.values()))
@@ -329,7 +330,7 @@ class RequestHandler:
 
     def _stats(self) -> m.Stats:
         (slot_s, idle_slot_s), (dropped, refused) = self._clients.slots(), self._transport_counts()
-        counters, table = self._replay.counters(), self._replay.table
+        table, counters = self._replay.table, self._replay.table.counters
         return m.Stats(
             version=counters.version,
             ledger=table.ledgers.total.copy(),
@@ -338,7 +339,7 @@ class RequestHandler:
             slot_s=slot_s,
             idle_slot_s=idle_slot_s,
             refilled_groups=counters.refilled,
-            outcomes=counters.outcomes,
+            outcomes=counters.outcomes.copy(),
             dropped=dropped,
             unusable_batches=counters.unusable,
             refused=refused,

@@ -223,7 +223,7 @@ class BufferService:
     def _pending_write(self) -> Callable[[], bool] | None:
         """A function that stores what has changed since the last call and shrinks the file; None when there is nothing to do. It
         returns whether there is more to shrink."""
-        batch, settled = self._handler.drain(), self._replay.counters().settled
+        batch, settled = self._handler.drain(), self._replay.table.counters.settled
         shrink = self._over_limit or self._handler.checkpointed
         self._over_limit = self._handler.checkpointed = False
         if batch is None and not shrink:

@@ -174,7 +174,7 @@ class SimulatedRun:
 
     def _check_progress(self) -> None:
         """Find out whether there will never be another batch: the samples of the load would go on forever."""
-        refilled = self.replay.counters().refilled - self._refilled
+        refilled = self.replay.table.counters.refilled - self._refilled
         if refilled > REFILLS * self.plan.admission.groups_per_batch:
             self._stuck = f"{refilled} groups in a row had equal rewards (buffer.dynamic_sampling)"
         elif self._asked_at is not None and all(worker.waits for worker in self._workers):
@@ -251,8 +251,8 @@ class SimulatedRun:
         replay = self.replay
         replay.mark_served(replay.version)
         replay.mark_checkpointed(replay.version)
-        replay.prune()
-        self._refilled = replay.counters().refilled
+        replay.table.prune()
+        self._refilled = replay.table.counters.refilled
         for worker in self._workers:
             worker.account()
         generated = replay.table.ledgers.total.generated

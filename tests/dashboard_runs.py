@@ -140,4 +140,4 @@ class DashboardRun:
         return self.tokenizer.encode(text).ids
 
     def _save(self, new: list[DeliveredTrajectory], commits: list[CommitRow] | None = None) -> None:
-        self.store.save(WriteBatch.of(self.replay.counters(), self.replay.table.drain(), new, commits or []))
+        self.store.save(WriteBatch.of(self.replay.table.counters, self.replay.table.drain(), new, commits or []))

@@ -213,7 +213,7 @@ class RecordedRun(SimulatedRun):
 
     def _save(self) -> None:
         drained = self.replay.table.drain()
-        self._store.save(WriteBatch.of(self.replay.counters(), drained, self._new))
+        self._store.save(WriteBatch.of(self.replay.table.counters, drained, self._new))
         self._new = []
 
     def _commit(self) -> None:

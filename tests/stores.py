@@ -84,16 +84,16 @@ def play(path: Path, groups: int, *, tokens: int = 50, checkpointed: bool = True
                 assert replay.leases.deliver(lease.episode(member), FINISHED, {replay.version: tokens + n + 1}, kept)
                 sent.append(new_trajectory(lease.episode(member), trajectory_of(lease.episode(member), kept)))
             replay.leases.progress("a", {lease.episode(1): {replay.version: tokens + n + 1}}, 0.0)
-            store.save(WriteBatch.of(replay.counters(), replay.table.drain(), sent))
+            store.save(WriteBatch.of(replay.table.counters, replay.table.drain(), sent))
             if n < groups:
                 assert replay.take(n) is not None
                 replay.commit(n)
                 replay.mark_served(n + 1)
                 store.save(
-                    WriteBatch.of(replay.counters(), replay.table.drain(), commits=[CommitRow(n + 1, 0.0, 1, 0, 1)])
+                    WriteBatch.of(replay.table.counters, replay.table.drain(), commits=[CommitRow(n + 1, 0.0, 1, 0, 1)])
                 )
         if checkpointed:
             replay.mark_checkpointed(replay.version)
-        store.save(WriteBatch.of(replay.counters(), []))
-    replay.prune()
+        store.save(WriteBatch.of(replay.table.counters, []))
+    replay.table.prune()
     return replay

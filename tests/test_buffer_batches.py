@@ -18,9 +18,9 @@ def stale(policy: OnDeadline) -> tuple[Replay, Lease]:
     """A lease of version 0 that goes on at version 1, with no staleness allowed: a rollback without a batch."""
     replay = replay_of(staleness=0, policy=policy, clock=ReplayCounters(version=1, served=1, recovered_from=None))
     replay.mark_served(0)
-    replay._counters.version = 0
+    replay.table.counters.version = 0
     lease = lease_of(replay)
-    replay._counters.version = 1
+    replay.table.counters.version = 1
     return replay, lease
 
 
@@ -55,7 +55,7 @@ def test_drop_gives_up_groups_that_run_past_the_bound() -> None:
 @pytest.mark.parametrize("policy", ["withhold", "drop"])
 def test_a_late_member_makes_no_group_stale(policy: OnDeadline) -> None:
     replay = replay_of(staleness=1, group_size=3, min_members=2, policy=policy)
-    replay._counters.version = 2
+    replay.table.counters.version = 2
     replay.mark_served(1)
     lease_of(replay)
     for member in (0, 1):
@@ -70,7 +70,7 @@ def test_a_group_that_only_late_members_keep_fresh_is_stale() -> None:
     lease_of(replay)
     for member in (0, 1):
         assert replay.leases.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
-    replay._counters.version = 1
+    replay.table.counters.version = 1
     assert replay.leases.deliver("0.0.2", FINISHED, {1: 3}, {1: 3})
     assert replay.take(1) is None
     assert replay.table.ledgers.total == Ledger(generated=9, discarded={"stale": 9})
@@ -169,7 +169,7 @@ def test_a_discarded_batch_leaves_the_version_and_frees_its_groups_at_once() -> 
     assert [g.id for g in replay.take(0) or []] == [1]
     replay.commit(0)
     assert replay.version == 1
-    assert replay.counters().trained == [1]
+    assert replay.table.counters.trained == [1]
 
 
 def test_a_discard_may_be_repeated_at_any_time_and_names_its_batch() -> None:
@@ -191,7 +191,7 @@ def test_a_discard_may_be_repeated_at_any_time_and_names_its_batch() -> None:
     replay.commit(0)
     replay.table.drain()
     replay.discard_batch(0, [0], "critic_warmup")
-    replay.prune()
+    replay.table.prune()
     replay.discard_batch(0, [0], "critic_warmup")  # settled and no longer in memory
     assert replay.table.drain() == []
     with pytest.raises(StateError, match="groups 1 are not the batch of version 0"):
@@ -218,9 +218,9 @@ def test_recovery_rolls_back_to_ready_under_a_new_version() -> None:
     for _ in range(3):
         play(replay, lease_of(replay))
         step(replay)
-    assert replay.counters().trained == [3]
+    assert replay.table.counters.trained == [3]
     assert replay.recover(1) == 4
-    assert replay.counters().trained == [1]
+    assert replay.table.counters.trained == [1]
     assert [g.state for g in replay.table.groups.values()] == ["trained", "ready", "ready"]
     assert replay.table.ledgers.total == Ledger(generated=18, trained=6, ready=12)
     assert replay.recover(1) == 4
@@ -285,17 +285,17 @@ def test_forgotten_groups_stay_counted_and_late_reports_about_them_are_ignored()
     play(replay, lease_of(replay))
     step(replay)
     replay.mark_checkpointed(1)
-    replay.prune()
+    replay.table.prune()
     assert 0 in replay.table.groups  # not drained
     replay.table.drain()
-    replay.prune()
+    replay.table.prune()
     assert 0 in replay.table.groups  # not served: it is outstanding still
     replay.mark_served(1)
-    replay._counters.checkpointed = 0
-    replay.prune()
+    replay.table.counters.checkpointed = 0
+    replay.table.prune()
     assert 0 in replay.table.groups  # no checkpoint contains it
     replay.mark_checkpointed(1)
-    replay.prune()
+    replay.table.prune()
     assert replay.table.groups == {}
     assert replay.leases.progress("a", {"0.0.0": {0: 99}}, 0.0) == ["0.0.0"]
     assert not replay.leases.deliver("0.0.0", FINISHED, {0: 3}, {0: 3})
@@ -311,11 +311,11 @@ def test_a_group_is_remembered_while_somebody_may_report_about_it() -> None:
     replay.mark_checkpointed(1)
     replay.mark_served(1)
     replay.table.drain()
-    replay.prune()
+    replay.table.prune()
     assert list(replay.table.groups) == [0]
     replay.leases.deliver(lease.episode(2), failed("unwanted"), {0: 2}, {})
     replay.table.drain()
-    replay.prune()
+    replay.table.prune()
     assert replay.table.groups == {}
 
 

@@ -72,7 +72,7 @@ class Buffer:
     ) -> None:
         self.store.save(
             WriteBatch.of(
-                self.replay.counters(),
+                self.replay.table.counters,
                 self.replay.table.drain(),
                 arrived or [],
                 commits or [],
@@ -80,7 +80,7 @@ class Buffer:
                 self.replay.leases.tasks.drain(),
             )
         )
-        self.replay.prune()
+        self.replay.table.prune()
 
     def lease(self, lease_request: str) -> None:
         assert self.replay.leases.granted(lease_request) or self.replay.leases.grant("a", 0.0, lease_request)
@@ -130,7 +130,7 @@ class Buffer:
 
     def shrink(self) -> None:
         served = -1 if self.replay.served is None else self.replay.served
-        self.store.shrink(0, min(self.replay.counters().checkpointed, served))
+        self.store.shrink(0, min(self.replay.table.counters.checkpointed, served))
 
 
 Message = Callable[[Buffer], None]
@@ -406,7 +406,7 @@ def forever(path: Path, pipe: int) -> None:
         replay.mark_served(replay.version)
         replay.mark_checkpointed(replay.version)
         store.save(
-            WriteBatch.of(replay.counters(), replay.table.drain(), sent, [CommitRow(replay.version, 0.0, 1, 0, 1)])
+            WriteBatch.of(replay.table.counters, replay.table.drain(), sent, [CommitRow(replay.version, 0.0, 1, 0, 1)])
         )
-        replay.prune()
+        replay.table.prune()
         os.write(pipe, b"%d\n" % replay.version)

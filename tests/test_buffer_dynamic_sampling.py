@@ -38,7 +38,7 @@ def test_a_group_of_equal_rewards_is_discarded_and_another_takes_its_place(rewar
     earn(replay, lease_of(replay), [reward, reward])
     assert state(replay) == "discarded"
     assert replay.table.ledgers.total == Ledger(generated=6, discarded={"equal_rewards": 6})
-    assert replay.counters().refilled == 1
+    assert replay.table.counters.refilled == 1
     assert replay.leases.outstanding() == [0]
     assert replay.take(0) is None
     lease = lease_of(replay)
@@ -52,7 +52,7 @@ def test_without_the_rule_such_a_group_is_trained_on() -> None:
     replay = replay_of()
     earn(replay, lease_of(replay), [1.0, 1.0])
     step(replay)
-    assert replay.counters().refilled == 0
+    assert replay.table.counters.refilled == 0
 
 
 def test_one_that_differs_is_enough_and_an_episode_that_was_cut_off_is_one() -> None:
@@ -83,7 +83,7 @@ def test_too_few_members_are_no_group_of_equal_rewards() -> None:
     fail(replay, lease.episode(0))
     earn(replay, lease, [0.0, 0.0])
     assert replay.table.ledgers.total.discarded == {"too_few_members": 3}
-    assert replay.counters().refilled == 0
+    assert replay.table.counters.refilled == 0
 
 
 def test_slow_members_are_waited_for_while_the_others_earned_the_same() -> None:

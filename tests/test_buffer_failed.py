@@ -166,8 +166,8 @@ def test_they_go_first_when_the_file_is_too_large(tmp_path: Path) -> None:
     branches = [one for n in range(300) for one in failed(f"{n}.0.1", 0, 1)]
     with opened(path) as store:
         new = [new_trajectory(one.episode, one) for one in branches]
-        store.save(WriteBatch.of(replay.counters(), [], failed=new))
-        store.save(WriteBatch.of(replay.counters(), [], failed=new[:10]))  # again
+        store.save(WriteBatch.of(replay.table.counters, [], failed=new))
+        store.save(WriteBatch.of(replay.table.counters, [], failed=new[:10]))  # again
     held, arrays = sql(path, "SELECT count(*) FROM trajectories WHERE arrays IS NOT NULL"), segments(path)
     with opened(path) as store:
         assert sql(path, "SELECT count(*) FROM failed") == [(300,)]
@@ -176,7 +176,7 @@ def test_they_go_first_when_the_file_is_too_large(tmp_path: Path) -> None:
         assert left == [(n,) for n in range(256, 300)]  # the oldest are gone
         assert store.shrink(1, replay.version)
         assert sql(path, "SELECT count(*) FROM failed") == [(0,)]
-        store.save(WriteBatch.of(replay.counters(), [], failed=new[:1]))
+        store.save(WriteBatch.of(replay.table.counters, [], failed=new[:1]))
         ((rowid,),) = sql(path, "SELECT rowid FROM failed")
         assert rowid > 300  # a reader that follows the rows sees that it is new
         assert store.shrink(1, replay.version)

@@ -147,7 +147,7 @@ def test_a_choice_is_kept_through_a_rollback() -> None:
 
 def test_a_group_of_which_only_filtered_episodes_are_young_enough_is_discarded() -> None:
     replay = replay_of(staleness=1, filter="best")
-    replay._counters.version = 2
+    replay.table.counters.version = 2
     replay.mark_served(1)
     lease = lease_of(replay)
     replay.leases.deliver(lease.episode(0), FINISHED, {0: 3}, {0: 3}, 1.0)

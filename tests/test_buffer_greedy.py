@@ -115,7 +115,7 @@ def test_under_dynamic_sampling_a_baseline_that_differs_is_enough(rewards: list[
 
 def test_a_group_of_which_only_the_greedy_member_is_young_enough_is_discarded() -> None:
     replay = replay_of(staleness=1, greedy=True)
-    replay._counters.version = 2
+    replay.table.counters.version = 2
     replay.mark_served(1)
     lease = lease_of(replay)
     replay.leases.deliver(lease.episode(0), FINISHED, {1: 3}, {1: 3}, 1.0)

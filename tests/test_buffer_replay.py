@@ -128,7 +128,7 @@ class Runs(RuleBasedStateMachine):
 
     def store_changes(self, rolled_back_to: int | None = None) -> None:
         changed = self.replay.table.drain()
-        self.store.save(WriteBatch.of(self.replay.counters(), changed, self.arrived, self.commits, rolled_back_to))
+        self.store.save(WriteBatch.of(self.replay.table.counters, changed, self.arrived, self.commits, rolled_back_to))
         self.stored.update((group.id, copy.deepcopy(group)) for group, _ in changed)
         self.arrived, self.commits = [], []
 
@@ -435,7 +435,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule()
     def forgets(self) -> None:
-        self.replay.prune()
+        self.replay.table.prune()
         for group in set(self.stored) - set(self.replay.table.groups):
             team, served = self.world.teams[group], -1 if self.world.served is None else self.world.served
             assert team.over or (team.made or 10**9) <= min(self.world.checkpointed, served)
@@ -444,7 +444,7 @@ class Runs(RuleBasedStateMachine):
     @rule()
     def shrinks(self) -> None:
         """Down to nothing: what may go goes, in memory and in the file."""
-        self.replay.prune()
+        self.replay.table.prune()
         served = -1 if self.world.served is None else self.world.served
         while self.store.shrink(0, min(self.world.checkpointed, served)):
             assert counts_of(ledgers_by_version(self.path)) == self.world.ledger()
@@ -459,7 +459,7 @@ class Runs(RuleBasedStateMachine):
     def restarts(self) -> None:
         """After a crash or in good order: memory is gone."""
         before = self.replay
-        before.prune()
+        before.table.prune()
         self.store.close()
         self.store = Store(self.path)
         clock, groups = self.store.load()
@@ -469,7 +469,7 @@ class Runs(RuleBasedStateMachine):
         # What `prune` has dropped of the suspects is on disk until the next change is stored: groups that are discarded.
         left = {group.id for group in groups if group.state != "discarded"}
         suspects = {group: at for group, at in clock.suspects.items() if group in left}
-        assert msgspec.structs.replace(clock, suspects=suspects) == before.counters()
+        assert msgspec.structs.replace(clock, suspects=suspects) == before.table.counters
         for group in groups:
             group.deadline = self.now + LEASE_S
         self.replay = Replay(*self.given, clock, groups, VersionLedgers(ledgers_by_version(self.path)))
@@ -532,7 +532,7 @@ class Runs(RuleBasedStateMachine):
         assert replay.table.ledgers.gap() == ""
         assert counts_of(ledgers_by_version(self.path)) == expected
         assert (replay.version, replay.served) == (world.version, world.served)
-        assert (replay.counters().refilled, replay.counters().unusable) == (world.refilled, world.unusable)
+        assert (replay.table.counters.refilled, replay.table.counters.unusable) == (world.refilled, world.unusable)
         assert replay.leases.outstanding() == world.outstanding()
         for group in replay.table.groups.values():
             assert without_deadline(group) == without_deadline(self.stored[group.id]), "a change was not drained"

@@ -91,13 +91,14 @@ def test_a_batch_that_is_taken_keeps_its_bound() -> None:
     play(replay, new, {0: 2, 1: 1})
     assert replay.take(1) is not None
     assert replay.configure(rules(0)) == 2
-    again = Replay(replay.admission, replay.config, replay.counters(), replay.table.groups.values())  # it restarted
+    table = replay.table
+    again = Replay(replay.admission, replay.config, table.counters.copy(), table.groups.values())  # it restarted
     for one in (replay, again):
         assert one.taken_under.max_staleness == 1
     replay.commit(1)
     assert trained_lags(replay) == {0, 1}
     assert replay.taken_under.max_staleness == 0
-    assert replay.counters().taken is None
+    assert replay.table.counters.taken is None
 
 
 def test_a_group_that_has_enough_members_now_is_complete() -> None:

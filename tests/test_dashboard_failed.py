@@ -29,7 +29,7 @@ def fail(run: DashboardRun) -> list[Trajectory]:
         assert not run.replay.leases.deliver(one.episode, one.outcome, counts, {})
         made.append(one)
     new = [new_trajectory(one.episode, one) for one in made]
-    run.store.save(WriteBatch.of(run.replay.counters(), run.replay.table.drain(), failed=new))
+    run.store.save(WriteBatch.of(run.replay.table.counters, run.replay.table.drain(), failed=new))
     return made
 
 

@@ -55,7 +55,7 @@ def test_accounts_are_those_of_the_ledger_also_after_rows_became_sums(tmp_path: 
         version: ledger.generated for version, ledger in by_version.items()
     }
     with opened(path) as store:
-        while store.shrink(1, replay.counters().settled):
+        while store.shrink(1, replay.table.counters.settled):
             pass
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT count(*) FROM archive").fetchone()[0] > 0
