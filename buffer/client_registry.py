@@ -1,4 +1,4 @@
-"""The clients of the buffer: which process stands behind each name, and which leases it waits for. Pure.
+"""The clients of the buffer: which process stands behind each name. Pure.
 
 A client's ZeroMQ identity is `name/incarnation`: its role in the run, and which process of that role. An incarnation is random, so
 no client takes over another's connection by chance. Where the buffer's socket is guarded, `RequestHandler` requires that the name
@@ -8,27 +8,20 @@ Invariants:
 - A report of a worker counts only over its own connection, from the newest process that registered under its name.
 - Commits and checkpoints count only from the learner process that recovered last; batches go only to its ranks,
   whose names differ in a number.
-- A lease request has one reply, however often it is sent, even where its leases were lost since. A worker has one request, the
-  newest. One that waits for so long only is then answered with no lease.
 - Memory is bounded, however many names there are: the client that was silent longest is forgotten first, and is known again when
   it next sends.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
 
 from ..errors import StateError
-from .lease_manager import LeaseManager
-from .messages import Lease, LeaseReply
 
 SUPERVISOR = "supervisor"  # the name of the client that changes settings
-KNOWN = 1 << 14  # workers, and unanswered requests, that are remembered; more than any run today has
+KNOWN = 1 << 14  # workers, requests and replies that are remembered, of each; more than any run today has
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -40,23 +33,6 @@ class WorkerClient(msgspec.Struct):
     # Its running totals.
     slot_s: float = 0.0
     idle_slot_s: float = 0.0
-    # The number of its last lease request that was answered, and the reply.
-    answered: int = -1
-    reply: LeaseReply | None = None
-
-
-class LeaseRequest(msgspec.Struct, frozen=True):
-    """For `groups` groups: request `number` of the connection `identity`, which uses no number twice."""
-
-    identity: bytes
-    number: int
-    groups: int
-    client: WorkerClient
-    until: float = math.inf  # when it has waited long enough, in the caller's clock
-
-    def name(self, group: int) -> str:
-        """Names the request for one of the groups."""
-        return f"{self.identity.hex()}.{self.number}.{group}"
 
 
 class ClientRegistry:
@@ -148,79 +124,12 @@ class ClientRegistry:
             self._earlier = self._earlier[0] + client.slot_s, self._earlier[1] + client.idle_slot_s
 
 
-class LeaseQueue:
-    """The lease requests that wait for admission; `leases` grants the groups."""
-
-    def __init__(self, leases: LeaseManager) -> None:
-        self._leases = leases
-        self._waiting: dict[str, LeaseRequest] = {}
-        self._until: dict[str, float] = {}  # of those that do not wait for ever, the first to end first
-
-    @property
-    def due(self) -> float:
-        """When the next request has waited long enough."""
-        return next(iter(self._until.values()), math.inf)
-
-    def remove(self, worker: str) -> None:
-        """The worker is gone, or another process now."""
-        self._waiting.pop(worker, None)
-        self._until.pop(worker, None)
-
-    def add(self, worker: str, request: LeaseRequest) -> LeaseReply | None:
-        """The earlier reply to this request; None where the request now waits."""
-        client = request.client
-        if client.reply is not None and request.number <= client.answered:
-            # Also when its leases are lost: a second set would have no worker if the first reply is only late.
-            return client.reply if request.number == client.answered else None
-        leases = [lease for i in range(request.groups) if (lease := self._leases.granted(request.name(i)))]
-        if leases:  # the buffer answered before it restarted
-            return LeaseReply(tuple(leases))
-        self._until.pop(worker, None)
-        if (forgotten := enqueue(self._waiting, worker, request)) is not None:
-            self._until.pop(forgotten, None)
-        if request.until < math.inf:
-            self._until[worker] = request.until
+def remember(known: dict[K, V], key: K, value: V) -> K | None:
+    """Remember `value`. Where that is one too many, the key that came first is forgotten, and returned."""
+    known[key] = value
+    if len(known) <= KNOWN:
         return None
-
-    def grant(self, now: float) -> list[tuple[bytes, int, LeaseReply]]:
-        """Grant groups while admission allows, one per worker and turn; returns what to reply, as (connection, number, reply). It
-        takes no longer where more wait: what admission does not allow one of them it allows none."""
-        granted: dict[str, list[Lease]] = {}
-        for worker, name in self._turns():
-            lease = self._leases.grant(worker, now, name)
-            if lease is None:
-                break
-            granted.setdefault(worker, []).append(lease)
-        for worker, until in self._until.items():
-            if until > now:
-                break
-            granted.setdefault(worker, [])
-        replies = list[tuple[bytes, int, LeaseReply]]()
-        for worker, leases in granted.items():
-            request, reply = self._waiting.pop(worker), LeaseReply(tuple(leases))
-            self._until.pop(worker, None)
-            request.client.answered, request.client.reply = request.number, reply
-            replies.append((request.identity, request.number, reply))
-        return replies
-
-    def _turns(self) -> Iterator[tuple[str, str]]:
-        """Who may have the next group, and its request's name for that group: one for each worker in turn."""
-        for turn in itertools.count():
-            asked = False
-            for worker, request in self._waiting.items():
-                if turn < request.groups:
-                    asked = True
-                    yield worker, request.name(turn)
-            if not asked:
-                return
-
-
-def enqueue(waiting: dict[K, V], key: K, value: V) -> K | None:
-    """Remember what `key` waits for; the longest waiting is forgotten when there are too many, and asks again. Returns its key."""
-    waiting[key] = value
-    if len(waiting) <= KNOWN:
-        return None
-    del waiting[forgotten := next(iter(waiting))]
+    del known[forgotten := next(iter(known))]
     return forgotten
 
 

@@ -1,22 +1,30 @@
-"""What workers do to the replay state: leases of groups, progress, deliveries. Pure, like `replay`.
+"""What workers do to the replay state: leases of groups and the queue for them, progress, deliveries. Pure, like `replay`.
 
 Invariants:
 - An episode is delivered at most once; one whose lease was lost no longer changes its group, its tokens stay discarded.
 - All running episodes of a group belong to one lease, and so to one worker.
 - A member is leased again only when it has no result: its lease was lost, or it failed with a retry left.
+- A lease request has one reply, however often it is sent, even where its leases were lost since. A worker has one request, the
+  newest. One that waits for so long only is then answered with no lease.
+- Memory is bounded, however many workers ask: past `client_registry.KNOWN` the request that waits longest is forgotten and its
+  worker asks again, and so is the reply that is oldest; leases that still hold are given again without it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+import msgspec
 
 from ..common.outcomes import FAILED
 from ..errors import StateError
 from .admission import Admission, ReplayConfig
+from .client_registry import remember
 from .group_table import Episode, Group, GroupState, GroupTable
 from .ledger import Counts
-from .messages import Lease
+from .messages import Lease, LeaseReply
 from .sample_filter import dropped
 from .samplers import SequentialSampler
 from .task_table import Attempt, TaskTable
@@ -286,3 +294,86 @@ class LeaseManager:
         oldest = self._admission.oldest_trainable(group.leased_at)
         greedy = tuple(member for member in members if self._is_greedy(member))
         return Lease(group.id, group.attempt, members, group.leased_at, oldest, group.env, group.task, greedy)
+
+
+class LeaseRequest(msgspec.Struct, frozen=True):
+    """For `groups` groups: request `number` of the connection `identity`, which uses no number twice."""
+
+    identity: bytes
+    number: int
+    groups: int
+    until: float = math.inf  # when it has waited long enough, in the caller's clock
+
+    def name(self, group: int) -> str:
+        """Names the request for one of the groups."""
+        return f"{self.identity.hex()}.{self.number}.{group}"
+
+
+class LeaseQueue:
+    """The lease requests that wait for admission; `leases` grants the groups."""
+
+    def __init__(self, leases: LeaseManager) -> None:
+        self._leases = leases
+        self._waiting: dict[str, LeaseRequest] = {}
+        self._until: dict[str, float] = {}  # of those that do not wait for ever, the first to end first
+        # By connection: the number of its last request that was answered, and the reply. The newest reply is last.
+        self._answered: dict[bytes, tuple[int, LeaseReply]] = {}
+
+    @property
+    def due(self) -> float:
+        """When the next request has waited long enough."""
+        return next(iter(self._until.values()), math.inf)
+
+    def remove(self, worker: str) -> None:
+        """The worker is gone, or another process now."""
+        self._waiting.pop(worker, None)
+        self._until.pop(worker, None)
+
+    def add(self, worker: str, request: LeaseRequest) -> LeaseReply | None:
+        """The earlier reply to this request; None where the request now waits."""
+        answered, reply = self._answered.get(request.identity, (-1, None))
+        if reply is not None and request.number <= answered:
+            # Also when its leases are lost: a second set would have no worker if the first reply is only late.
+            return reply if request.number == answered else None
+        leases = [lease for i in range(request.groups) if (lease := self._leases.granted(request.name(i)))]
+        if leases:  # the buffer answered before it restarted
+            return LeaseReply(tuple(leases))
+        self._until.pop(worker, None)
+        if (forgotten := remember(self._waiting, worker, request)) is not None:
+            self._until.pop(forgotten, None)
+        if request.until < math.inf:
+            self._until[worker] = request.until
+        return None
+
+    def grant(self, now: float) -> list[tuple[bytes, int, LeaseReply]]:
+        """Grant groups while admission allows, one per worker and turn; returns what to reply, as (connection, number, reply). It
+        takes no longer where more wait: what admission does not allow one of them it allows none."""
+        granted: dict[str, list[Lease]] = {}
+        for worker, name in self._turns():
+            lease = self._leases.grant(worker, now, name)
+            if lease is None:
+                break
+            granted.setdefault(worker, []).append(lease)
+        for worker, until in self._until.items():
+            if until > now:
+                break
+            granted.setdefault(worker, [])
+        replies = list[tuple[bytes, int, LeaseReply]]()
+        for worker, leases in granted.items():
+            request, reply = self._waiting.pop(worker), LeaseReply(tuple(leases))
+            self._until.pop(worker, None)
+            self._answered.pop(request.identity, None)
+            remember(self._answered, request.identity, (request.number, reply))
+            replies.append((request.identity, request.number, reply))
+        return replies
+
+    def _turns(self) -> Iterator[tuple[str, str]]:
+        """Who may have the next group, and its request's name for that group: one for each worker in turn."""
+        for turn in itertools.count():
+            asked = False
+            for worker, request in self._waiting.items():
+                if turn < request.groups:
+                    asked = True
+                    yield worker, request.name(turn)
+            if not asked:
+                return

@@ -26,10 +26,11 @@ from ..rpc.server import RpcRequest, RpcServer
 from ..rpc.wire import RpcRefusal
 from . import messages as m
 from .admission import LiveRules, ReplayCounters
-from .client_registry import ClientRegistry, LeaseQueue, LeaseRequest, enqueue
+from .client_registry import ClientRegistry, remember
 from .encoded import DeliveredTrajectory, EncodedRow
 from .group_table import Episode, Group
 from .image_files import named_files, received
+from .lease_manager import LeaseQueue, LeaseRequest
 from .ledger import Withheld
 from .replay import Replay
 from .segments import segments_path
@@ -154,12 +155,12 @@ class RequestHandler:
             clients.require_name(identity, received.sender)
         match request:
             case m.RequestLease(worker, groups, wait_s):
-                client = clients.worker(identity, worker)
+                clients.worker(identity, worker)
                 until = math.inf if wait_s is None else time.monotonic() + wait_s
-                return self._lease_queue.add(worker, LeaseRequest(identity, received.number, groups, client, until))
+                return self._lease_queue.add(worker, LeaseRequest(identity, received.number, groups, until))
             case m.TakeBatch(version):
                 clients.rank(identity)
-                enqueue(self._batch_requests, identity, (received.number, version))
+                remember(self._batch_requests, identity, (received.number, version))
                 return None
             case m.FetchImages(names):
                 clients.rank(identity)

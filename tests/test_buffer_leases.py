@@ -7,9 +7,9 @@ import math
 import pytest
 from slipstream.buffer import client_registry
 from slipstream.buffer.admission import Admission, ReplayConfig, ReplayCounters
-from slipstream.buffer.client_registry import LeaseQueue, LeaseRequest, WorkerClient
+from slipstream.buffer.lease_manager import LeaseQueue, LeaseRequest
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.messages import Lease
+from slipstream.buffer.messages import Lease, LeaseReply
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.trajectory import FINISHED
 from slipstream.errors import StateError
@@ -96,7 +96,7 @@ def test_admission_is_asked_once_more_than_it_allows_however_many_wait(monkeypat
     monkeypatch.setattr(replay.leases, "grant", counted)
     queue = LeaseQueue(replay.leases)
     for number in range(300):
-        queue.add(f"w{number}", LeaseRequest(f"w{number}/x".encode(), 1, 1 + number % 2, WorkerClient("x")))
+        queue.add(f"w{number}", LeaseRequest(f"w{number}/x".encode(), 1, 1 + number % 2))
     assert [identity for identity, _, _ in queue.grant(0.0)] == [f"w{i}/x".encode() for i in range(5)]
     assert queue.grant(0.0) == []
     assert asked == [f"w{i}" for i in (0, 1, 2, 3, 4, 5, 5)]
@@ -106,17 +106,49 @@ def test_a_turn_gives_each_worker_one_group_before_any_has_two() -> None:
     replay = replay_of(staleness=0, per_batch=4)
     queue = LeaseQueue(replay.leases)
     for name, groups in (("a", 3), ("b", 1), ("c", 2)):
-        queue.add(name, LeaseRequest(f"{name}/x".encode(), 1, groups, WorkerClient("x")))
+        queue.add(name, LeaseRequest(f"{name}/x".encode(), 1, groups))
     granted = {identity: [lease.group_id for lease in reply.leases] for identity, _, reply in queue.grant(0.0)}
     assert granted == {b"a/x": [0, 3], b"b/x": [1], b"c/x": [2]}
     assert queue.grant(0.0) == []
+
+
+def test_a_reply_is_given_again_to_its_connection_alone_also_when_its_leases_are_lost() -> None:
+    replay = replay_of(staleness=0, per_batch=2)
+    queue = LeaseQueue(replay.leases)
+    lost, same = (LeaseRequest(identity, 1, 1) for identity in (b"a/x", b"a/y"))
+    assert queue.add("a", lost) is None
+    ((_, _, reply),) = queue.grant(0.0)
+    for _ in range(2):
+        assert queue.add("a", lost) == reply
+        replay.leases.release("a", "worker_lost")
+    assert queue.add("a", same) is None  # of the worker's next process, which counts from the same number
+    assert [(identity, number) for identity, number, _ in queue.grant(0.0)] == [(b"a/y", 1)]
+    assert queue.add("a", lost) == reply
+    assert queue.add("a", LeaseRequest(b"a/y", 2, 1)) is None
+    queue.grant(0.0)
+    assert queue.add("a", same) is None  # answered, and so is a later one: it comes late, and does not wait
+    assert queue.grant(0.0) == []
+
+
+def test_the_oldest_reply_is_forgotten_and_leases_that_hold_are_given_again_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_registry, "KNOWN", 2)
+    queue = LeaseQueue(replay_of(staleness=0, per_batch=5).leases)
+    replies = dict[bytes, LeaseReply]()
+    for name, number in (("a", 1), ("b", 1), ("a", 2), ("c", 1)):
+        request = LeaseRequest(f"{name}/x".encode(), number, 1)
+        assert queue.add(name, request) is None
+        replies |= {identity: reply for identity, _, reply in queue.grant(0.0)}
+    assert list(queue._answered) == [b"a/x", b"c/x"]  # pyright: ignore[reportPrivateUsage]
+    assert queue.add("b", LeaseRequest(b"b/x", 1, 1)) == replies[b"b/x"]
 
 
 def test_a_request_that_was_forgotten_for_others_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_registry, "KNOWN", 2)
     queue = LeaseQueue(Replay(Admission(2, 2), ReplayConfig(2, 2, "withhold", LEASE_S)).leases)
     for name in "abc":
-        queue.add(name, LeaseRequest(f"{name}/x".encode(), 1, 1, WorkerClient("x"), until=1.0))
+        queue.add(name, LeaseRequest(f"{name}/x".encode(), 1, 1, until=1.0))
     assert [identity for identity, _, _ in queue.grant(2.0)] == [b"b/x", b"c/x"]
     assert queue.due == math.inf
 
