@@ -26,8 +26,7 @@ from .group_table import Episode, Group, GroupState, GroupTable
 from .ledger import Counts
 from .messages import Lease, LeaseReply
 from .sample_filter import dropped
-from .samplers import SequentialSampler
-from .task_table import Attempt, TaskTable
+from .task_table import Attempt, SequentialSampler, TaskTable
 from .trajectory import UNWANTED, Outcome
 
 MIN_MEMBERS = 2  # a group's mean is a baseline from two members on; groups of one have none and need none

@@ -37,9 +37,8 @@ from .ledger import VersionLedgers
 from .ledger_report import ledgers_by_version
 from .replay import Replay
 from .request_handler import PendingReply, RequestHandler
-from .samplers import SequentialSampler, TaskSampler
 from .store import Store
-from .task_table import TaskTable
+from .task_table import SequentialSampler, TaskSampler, TaskTable
 
 log = logging.getLogger(__name__)
 # Messages of one round, one transaction, and the bytes after which it takes no more. More would only delay the first reply.

@@ -34,10 +34,9 @@ from .group_table import Changed, Episode, Group
 from .image_files import NO_IMAGES, ImageFiles
 from .ledger import Counts
 from .retention import SETTLED
-from .samplers import TaskStatistics
 from .schema import SCHEMA, SCHEMA_VERSION, connect, require_schema, store_error
 from .segments import SegmentLog, segments_path
-from .task_table import StoredTask, TaskChange
+from .task_table import StoredTask, TaskChange, TaskStatistics
 from .trajectory import ARRAYS_LIMIT, NOWHERE, Outcome, Trajectory
 
 WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a larger transaction

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..buffer.samplers import PoolSampler, SequentialSampler, TaskSampler
-from ..buffer.task_table import TaskTable
+from ..buffer.task_table import PoolSampler, SequentialSampler, TaskSampler, TaskTable
 from ..configs.environments import LimitedTasks, parts_by_key
 from ..errors import ConfigError, EnvError, describe_user_error
 from .run_inputs import RunInputs

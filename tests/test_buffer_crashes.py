@@ -29,9 +29,8 @@ from slipstream.buffer.encoded import DeliveredTrajectory
 from slipstream.buffer.ledger import Ledger, VersionLedgers
 from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.samplers import PoolSampler
 from slipstream.buffer.store import CommitRow, Store, WriteBatch
-from slipstream.buffer.task_table import Attempt, TaskTable
+from slipstream.buffer.task_table import Attempt, PoolSampler, TaskTable
 from slipstream.buffer.trajectory import FINISHED, Outcome
 from slipstream.tests import forkserver
 from slipstream.tests.episodes import trajectory_of

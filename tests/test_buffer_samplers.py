@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from slipstream.buffer.admission import Admission, ReplayConfig, ReplayCounters
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.samplers import (
+from slipstream.buffer.store import WriteBatch
+from slipstream.buffer.task_table import (
     HOPELESS_AFTER,
     RETIRED_AFTER,
+    Attempt,
     PoolSampler,
     SequentialSampler,
     TaskStatistics,
+    TaskTable,
     pool_of,
 )
-from slipstream.buffer.store import WriteBatch
-from slipstream.buffer.task_table import Attempt, TaskTable
 from slipstream.buffer.trajectory import FINISHED, Outcome
 from slipstream.errors import EnvError
 from slipstream.tests.stores import opened, sql
