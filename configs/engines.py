@@ -77,8 +77,8 @@ class Transformers(SlipstreamServers, frozen=True, tag_field="kind", tag="transf
 
 
 class Fake(SlipstreamServers, frozen=True, tag_field="kind", tag="fake"):
-    """For fault injection and benchmarks only: a slow and exact server. The environment variable SLIPSTREAM_FAULTS scripts its
-    failures; with SLIPSTREAM_ENGINE_LAW it takes the time of a law instead of computing."""
+    """For fault injection and benchmarks only: the server of kind `transformers`, whose failures the environment variable
+    SLIPSTREAM_FAULTS scripts; with SLIPSTREAM_ENGINE_LAW it takes the time of a law instead of computing."""
 
 
 def is_quantized(engine: Servers) -> bool:

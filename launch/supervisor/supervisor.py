@@ -196,7 +196,7 @@ class Supervisor:
         """Place all roles, start the supervisor's services, then the replicas, then `workflow`. `stack` ends it all."""
         stack.enter_context(logged_to(self.run_dir / "logs" / "supervisor.log", "supervisor"))
         if isinstance(self.config.rollout.engine, Fake):
-            self.view.event("rollout.engine.kind=fake is for fault injection: it is slow, and fails as configured")
+            self.view.event("rollout.engine.kind=fake is for fault injection: it fails as its script says")
         if self.config.weightsync.transport == "shared":
             stack.push_async_callback(asyncio.to_thread, sweep, SHARED_MEMORY, WEIGHTS)  # of a learner that was killed
         stack.push_async_callback(self.launcher.close)

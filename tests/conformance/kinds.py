@@ -91,8 +91,7 @@ KINDS = (
         "fake",
         Fake,
         {
-            "prefix cache": "it computes every prompt anew; it is for fault injection",
-            "images": "it computes nothing of them",
+            "images": "it is for fault injection",
             "tensor parallel": _OURS_ON_ONE_DEVICE,
             "compute process": _OURS_IN_ONE_PROCESS,
         },

@@ -10,11 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from array import array
 from collections.abc import Awaitable, Callable
 
+import torch
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from transformers import PreTrainedModel
@@ -23,20 +25,25 @@ from ..base import EngineLoad
 from ..server.contract import DecodingSequence, SampledToken, Sequence
 from ..server.launch import Options
 from ..server.protocol import CACHE
-from .batch import BatchRunner
 from .faults import FaultInjector, hit_in_thread, reported_logprob
 from .law import BLOCK, EngineLaw
 
 LOGPROB = -1.0  # nats, of every token
 
 
-class EmulatedModelRunner(BatchRunner[DecodingSequence]):
-    """Steps that take the seconds of `law`. `drained` is set while nothing runs and nothing may begin."""
+class EmulatedModelRunner:
+    """See `ModelRunner` for the methods. Steps take the seconds of `law`; `faults` are checked before every token. `drained` is set
+    while nothing runs and nothing may begin."""
 
     def __init__(self, model: PreTrainedModel, options: Options, faults: FaultInjector, law: EngineLaw) -> None:
-        super().__init__(model, options, faults)
+        self.model = model
         self.drained = threading.Event()
+        self._max_concurrent = options.max_concurrent
+        self._seeds = random.Random(options.seed)
+        self._faults = faults
         self._law = law
+        self._running: dict[str, DecodingSequence] = {}
+        self._waiting: list[Sequence] = []
         self._ended = 0.0  # when the last step did, `time.monotonic`
         self._uncached = 0  # tokens that are prefilled before the next token is decoded
         self._cached: set[tuple[str, int]] = set()  # salts and hashes of prefixes
@@ -58,13 +65,24 @@ class EmulatedModelRunner(BatchRunner[DecodingSequence]):
     def busy(self) -> bool:
         return bool(self._running or (self._waiting and not self._held))
 
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+        self._waiting.sort(key=lambda waiting: waiting.priority)
+
     def abort(self, id: str) -> None:
-        super().abort(id)
+        self._running.pop(id, None)
+        self._waiting = [sequence for sequence in self._waiting if sequence.id != id]
         with self._lock:
             self._note_drained()
 
     def step(self) -> list[SampledToken]:
-        sampled = super().step()
+        """One token of every running sequence."""
+        self._admit()
+        self._sleep()
+        sampled = [self._advance(running) for running in self._running.values()]
+        for token in sampled:
+            if token.finish:
+                self._cache(self._running.pop(token.id))
         with self._lock:
             self._note_drained()
         return sampled
@@ -73,14 +91,27 @@ class EmulatedModelRunner(BatchRunner[DecodingSequence]):
         self._cached.clear()
         self._uncached += sum(len(running.tokens) for running in self._running.values())
 
+    def free_cache(self) -> None:
+        self.recompute()
+
+    def allocate_cache(self) -> None:
+        """There is none to allocate."""
+
+    @torch.inference_mode()
+    def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        ids = torch.tensor([token_ids], device=self.model.device)
+        logprobs = self.model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+
     def get_load(self) -> EngineLoad:
         return EngineLoad(len(self._running), len(self._waiting), 0.0)
 
     def _admit(self) -> None:
+        """Begin the sequences that wait, while there is room and nothing is held."""
         with self._lock:
-            if not self._held:
-                super()._admit()
-        self._sleep()
+            while self._waiting and len(self._running) < self._max_concurrent and not self._held:
+                running = self._begin(self._waiting.pop(0))
+                self._running[running.sequence.id] = running
 
     def _sleep(self) -> None:
         """Until the end of this step."""
@@ -106,9 +137,6 @@ class EmulatedModelRunner(BatchRunner[DecodingSequence]):
         last = len(running.tokens) + 1 - len(running.sequence.token_ids) == sampling.max_tokens
         token = stops[0] if last and stops else next(id for id in range(len(stops) + 1) if id not in stops)
         return SampledToken(running.sequence.id, token, reported_logprob(LOGPROB, lie), running.add(token))
-
-    def _end(self, running: DecodingSequence) -> None:
-        self._cache(running)
 
     def _cache(self, running: DecodingSequence) -> None:
         if self._law.prefill_s:

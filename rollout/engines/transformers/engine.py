@@ -30,7 +30,7 @@ TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}  # nats; unsupported attention di
 ACTIVATIONS = 0.1  # of the GPU memory that a server may use: the share of forward passes, beside weights and KV cache
 
 
-def serve(options: Options) -> EngineServer:
+def serve(options: Options, make_runner: type[TransformersModelRunner] = TransformersModelRunner) -> EngineServer:
     """Load the model and make the parts of its server. Raises ConfigError where it cannot be served as configured."""
     model = load_model(options.model, options.dtype)
     config = model.config.get_text_config()
@@ -42,7 +42,7 @@ def serve(options: Options) -> EngineServer:
     images = model.config.model_type in FAMILIES
     limits = RequestLimits(config.vocab_size, options.max_tokens, weights.eos_token_ids(model), images)
     try:
-        runner = TransformersModelRunner(
+        runner = make_runner(
             model,
             blocks=blocks,
             max_concurrent=options.max_concurrent,
@@ -53,7 +53,7 @@ def serve(options: Options) -> EngineServer:
         check_paging(runner, limits, TOLERANCE[options.dtype])
     except (EngineError, ValueError, TypeError, RuntimeError) as error:
         why = weights.reason(error)
-        raise ConfigError(f"model.path: {options.model!r} cannot be served by kind transformers: {why}") from error
+        raise ConfigError(f"model.path: {options.model!r} cannot be served by kind {options.kind}: {why}") from error
     return EngineServer(runner, weights.ModelWeights(model), limits)
 
 
