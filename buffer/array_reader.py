@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from ..common.tasks import in_thread
 from ..errors import StateError, with_deadline
+from .encoded import checksum_of
 from .segments import read_arrays, starts_of
 from .trajectory import NOWHERE, BatchRow, Trajectory
 
@@ -79,8 +79,3 @@ class ArrayReader:
         if wrong := next(iter(self._wrong), ""):
             return f"{wrong}; does every host see the same folder of the run?"
         return f"{len(self._found)} of {len(self._rows)} trajectories were read; the disk is slow"
-
-
-def checksum_of(arrays: bytes | memoryview) -> int:
-    """64 bits of XXH3."""
-    return xxhash.xxh3_64_intdigest(arrays)

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ..common.routed_experts import ExpertLayout, layout_of
 from ..errors import WireError
 from ..rpc.wire import FORMAT
-from .array_reader import checksum_of
 from .trajectory import NOWHERE, BatchRow, Trajectory, TrajectoryHeader, header_of, token_bytes, trajectory_of
 
 
@@ -101,6 +101,11 @@ class DeliveredTrajectory(NamedTuple):
     ) -> DeliveredTrajectory:
         row = encoded.row_of(decoded, position)
         return cls(decoded.id, episode_id, decoded.group_id, decoded.reward, encoded, row)
+
+
+def checksum_of(arrays: bytes | memoryview) -> int:
+    """64 bits of XXH3."""
+    return xxhash.xxh3_64_intdigest(arrays)
 
 
 _header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)

@@ -196,7 +196,7 @@ class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
     position: int = NOWHERE
     """Where its arrays begin among those of its shard, see `segments`."""
     checksum: int = 0
-    """Of its arrays, see `array_reader`."""
+    """Of its arrays, see `encoded.checksum_of`."""
     prompt: int = 0
     """Hash of the tokens and images before the first sampled one."""
 
