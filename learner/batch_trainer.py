@@ -1,8 +1,14 @@
-"""What one rank does with a batch that was taken: score it, give its tokens advantages, step the policy and the trained aux model.
+"""What one rank does with a batch that was taken: score it, give its tokens advantages, step the policy and the trained aux model;
+and which groups of a batch that cannot be trained on the buffer sets aside.
+
+    a rank's rows ──> why_unusable ──> proven: the group is set aside, and the batch taken again, without a restart
+    an error of a step ──> may_be_data ──> faulty_groups proves some: they are set aside; else the step is tried once more
 
 Invariants:
 - All ranks plan the same over the same headers; each reads the rows that it works on, and no others.
-- A batch that cannot be trained on changes no weights: rows are checked when they arrive, before a model computes with them.
+- A batch that cannot be trained on changes no weights: rows are checked when they arrive, before a model computes with them. The
+  check costs a few passes in C over their arrays.
+- Memory, a disk, a deadline, another rank or the buffer are never the data: such an error keeps its meaning.
 """
 
 from __future__ import annotations
@@ -13,24 +19,27 @@ from itertools import chain
 from typing import TypeVar
 
 import msgspec
+import numpy as np
+import torch
 
 from ..buffer.client import BufferClient
 from ..buffer.messages import BatchPlan
-from ..buffer.trajectory import BatchRow, Trajectory
+from ..buffer.trajectory import LOGPROB_LIMIT, BatchRow, Trajectory
+from ..common.routed_experts import RouterShape
 from ..configs.schema import Learner
-from ..errors import StateError, describe
+from ..errors import LearnerError, SlipstreamError, StateError, describe
 from .algorithms import advantage_of, returns_of
 from .algorithms.estimators import assign_advantages, overlong
 from .annotations import StepAnnotations, choose
 from .aux_models.aux_models import AuxModels
 from .backend import Backend
-from .batch import TrainBatch, flatten, trainable, with_rows
+from .batch import Group, TrainBatch, flatten, trainable, with_rows
 from .checkpoint import CheckpointState
+from .distributed import is_peer_failure
 from .metrics import AuxModelsResult, PolicyStepResult
 from .packing import comparable_tokens
 from .step import PolicyStepper
 from .traces import ExpertTraces
-from .unusable import UnusableBatch, faulty_groups, may_be_data, why_unusable
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +58,12 @@ def lacks_comparable(batch: TrainBatch) -> bool:
 
 S = TypeVar("S")
 Stepped = tuple[TrainBatch, PolicyStepResult, AuxModelsResult, StepAnnotations]
+
+
+class UnusableBatch(LearnerError):
+    """The learner cannot step on a batch. Not `final` where it is tried once more, or its groups were set aside."""
+
+    final = False
 
 
 class BatchTrainer:
@@ -209,3 +224,41 @@ class BatchTrainer:
         if self._backend.routers is not None:
             return rows
         return [row if row.experts is None else msgspec.structs.replace(row, experts=None) for row in rows]
+
+
+def why_unusable(row: Trajectory, vocabulary: int, routers: RouterShape | None = None) -> str:
+    """Why no model with so many token ids can be trained on `row`, or none whose `routers` replay its experts; empty where nothing
+    is wrong."""
+    smallest, largest = int(row.token_ids.min()), int(row.token_ids.max())
+    if not (smallest >= 0 and largest < vocabulary):
+        foreign = largest if smallest >= 0 else smallest
+        return f"trajectory {row.id!r}: token id {foreign} is outside the vocabulary, 0 to {vocabulary - 1}"
+    logprobs = row.behavior_logprobs
+    if not (logprobs.min() > -np.inf and logprobs.max() <= LOGPROB_LIMIT):  # the minimum with a NaN is NaN
+        return f"trajectory {row.id!r}: a log-prob is positive or not finite"
+    if routers is not None and row.experts is not None and not routers.fits(row.experts):
+        return f"trajectory {row.id!r}: its experts are none that the model's routers choose from"
+    return ""
+
+
+def may_be_data(error: Exception) -> bool:
+    """Whether `error`, of a step, may be the fault of the batch."""
+    if isinstance(error, MemoryError | OSError | torch.OutOfMemoryError) or is_peer_failure(error):
+        return False
+    if isinstance(error, RuntimeError) and "out of memory" in str(error).lower():
+        return False
+    if isinstance(error, SlipstreamError):
+        return isinstance(error, LearnerError) and error.final and not isinstance(error, UnusableBatch)
+    return True
+
+
+def faulty_groups(groups: Sequence[Group], version: int) -> dict[int, str]:
+    """Of a batch whose step failed: the groups by id that no batch can be made of, each by itself, and why."""
+    found: dict[int, str] = {}
+    for group in groups:
+        try:
+            flatten([group], version)
+        except (LearnerError, ArithmeticError, LookupError, ValueError) as error:
+            if group:
+                found[group[0].group_id] = describe(error)
+    return found

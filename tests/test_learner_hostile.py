@@ -37,11 +37,11 @@ from slipstream.errors import (
     WeightSyncError,
 )
 from slipstream.learner.algorithms.policy_loss import Tokens
+from slipstream.learner.batch_trainer import UnusableBatch, may_be_data
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import StepMetrics
-from slipstream.learner.unusable import UnusableBatch, may_be_data
 from slipstream.tests import tiny
 from slipstream.tests.episodes import trajectory
 from slipstream.tests.fleets import mark_served

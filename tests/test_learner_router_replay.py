@@ -21,12 +21,12 @@ from slipstream.configs.schema import Model
 from slipstream.errors import ConfigError
 from slipstream.learner.backend import Backend
 from slipstream.learner.batch import supervised
+from slipstream.learner.batch_trainer import why_unusable
 from slipstream.learner.fsdp2.attention import plan_sharing
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.model import read_routers
 from slipstream.learner.packing import MicroBatch, to_microbatch
 from slipstream.learner.sft import negative_log_likelihood
-from slipstream.learner.unusable import why_unusable
 from slipstream.tests.episodes import trajectory
 from slipstream.tests.equality import OPTIMIZER, TEMPERATURE, VOCABULARY, make_model
 from slipstream.tests.ranks import DEADLINE_S, open_backend, run_on_two_ranks
