@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ..common.fsio import apply_umask, replace_directory
 from ..common.image_processor import ImageProcessor
 from ..errors import CheckpointError, LearnerError
-from ..weightsync.stored_tensors import write_safetensors
+from ..weightsync.transports import write_safetensors
 from .distributed import is_peer_failure
 from .model import has_images, load_tokenizer
 

@@ -131,8 +131,7 @@ def phases(folder: Path, kind: str) -> dict[str, Any]:
     from slipstream.configs.backends import Fsdp2, Megatron
     from slipstream.configs.schema import Model, Optimizer
     from slipstream.learner.fsdp2.backend import Fsdp2Backend
-    from slipstream.weightsync.snapshot import take_snapshot
-    from slipstream.weightsync.stored_tensors import layout_of
+    from slipstream.weightsync.snapshot import layout_of, take_snapshot
 
     model, optimizer = Model(path=str(folder)), Optimizer()
     before, taken = memory(), dict[str, Any]()

@@ -25,9 +25,8 @@ from slipstream.tests.tiers import examples
 from slipstream.weightsync import delta, transports
 from slipstream.weightsync.plan import AckCollector, BroadcastSource
 from slipstream.weightsync.replica import PushResult, PushTarget
-from slipstream.weightsync.snapshot import WeightSnapshot, checksum
+from slipstream.weightsync.snapshot import WeightSnapshot, as_bytes, checksum
 from slipstream.weightsync.staging import WeightStaging
-from slipstream.weightsync.stored_tensors import as_bytes
 from slipstream.weightsync.transports import (
     FileTransport,
     Manifest,

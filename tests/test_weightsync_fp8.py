@@ -20,7 +20,7 @@ from slipstream.tests import tiny
 from slipstream.weightsync import delta, fp8
 from slipstream.weightsync.plan import DeltaSource, FileSource
 from slipstream.weightsync.snapshot import WeightSnapshot, take_snapshot
-from slipstream.weightsync.stored_tensors import write_safetensors
+from slipstream.weightsync.transports import write_safetensors
 from slipstream.weightsync.weight_check import check_weights
 from transformers import DeepseekV3Config, GPT2Config, GptOssConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize

@@ -24,7 +24,7 @@ from slipstream.weightsync import publisher as publishing
 from slipstream.weightsync.plan import GroupPlan, PushReport, TransferPlan
 from slipstream.weightsync.publisher import Publisher
 from slipstream.weightsync.replica import ReplicaControl
-from slipstream.weightsync.stored_tensors import StoredTensors
+from slipstream.weightsync.snapshot import StoredTensors
 from slipstream.weightsync.transports import read_manifest
 
 TRANSPORTS = ("broadcast", "shared", "disk", "delta")

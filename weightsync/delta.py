@@ -20,8 +20,7 @@ from safetensors import safe_open
 
 from ..errors import WeightSyncError
 from .plan import TransferPlan
-from .snapshot import dtype_of
-from .stored_tensors import as_bytes
+from .snapshot import as_bytes, dtype_of
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}  # element size in bytes -> an integer of that size
 

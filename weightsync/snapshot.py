@@ -5,6 +5,8 @@ layer that the loader skipped.
 
 Invariants:
 - Every number in a snapshot is finite. A snapshot never changes, and outlives the push: a late replica gets the same bytes.
+- The tensors are stored in a file without a name, which the kernel removes with the process: a version takes no memory that another
+  process could not have.
 - The checksum (xxh3, 64 bit) is over the bytes of all tensors in the plan's order; it does not depend on how they travel. xxhash
   releases the interpreter lock, so an engine's other threads go on.
 - Buckets keep the order of tensors. A tensor joins the open bucket where it fits at the next multiple of `ALIGNMENT`, else it
@@ -19,8 +21,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import os
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import IO, overload
 
 import msgspec
 import torch
@@ -30,7 +35,6 @@ from ..common.tasks import in_thread
 from ..errors import StateError, WeightSyncError
 from . import fp8
 from .plan import Source, TransferPlan
-from .stored_tensors import StoredTensors, as_bytes, layout_of
 
 WRITTEN_AT_ONCE = 8 << 20  # bytes that arrive before they are written, in a thread, while the next arrive
 ALIGNMENT = 64  # bytes. A cache line; also what vector kernels want of a tensor that is used in place.
@@ -64,6 +68,56 @@ class Canary(msgspec.Struct, frozen=True):
 
 
 NO_CANARY = Canary((), ())
+
+
+class StoredTensors(Sequence[torch.Tensor]):
+    """Tensors that were added one by one; each is read when it is asked for, from any thread. `folder` is where the file is, and
+    needs the space.
+
+    Attributes:
+        layout: dtype and shape of each, on the device `meta`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.layout: list[torch.Tensor] = []
+        self._offsets: list[int] = []
+        self._end = 0
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed with the last reference
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Append a tensor in host memory. Raises OSError."""
+        data = as_bytes(tensor).numpy().data
+        self.layout.append(torch.empty_like(tensor, device="meta"))
+        self._offsets.append(self._end)
+        while data:
+            written = os.pwrite(self._file.fileno(), data, self._end)
+            data, self._end = data[written:], self._end + written
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        layout = self.layout[index]
+        read = torch.empty(layout.nbytes, dtype=torch.uint8)
+        at, left = self._offsets[index], read.numpy().data
+        while left:
+            count = os.preadv(self._file.fileno(), [left], at)
+            if not count:
+                raise OSError(f"a file of stored tensors ends before byte {at}")
+            left, at = left[count:], at + count
+        return read.view(layout.dtype).view(layout.shape)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+def layout_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Tensors of the same dtypes and shapes; nothing is read."""
+    return tensors.layout if isinstance(tensors, StoredTensors) else tensors
 
 
 class WeightSnapshot(msgspec.Struct, frozen=True):
@@ -159,6 +213,13 @@ def checksum(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         total.update(as_bytes(tensor).numpy().data)
     return total.hexdigest()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8[nbytes] view (or copy, where it is not contiguous) of a tensor."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)  # its strides may be such that torch refuses to view it
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class Bucket(msgspec.Struct, frozen=True):

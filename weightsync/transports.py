@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import threading
 import time
 import uuid
@@ -29,10 +30,24 @@ from ..errors import WeightSyncError
 from . import delta
 from .plan import AckCollector, DeltaSource, FileSource, Source, TransferPlan
 from .replica import PushResult, PushTarget, await_reply, each
-from .snapshot import WeightSnapshot
-from .stored_tensors import layout_of, write_safetensors
+from .snapshot import WeightSnapshot, as_bytes, layout_of
 
 KEPT_ON_DISK = 2  # versions. A reader elsewhere that has just read `latest.json` has time to open the files it names.
+HEADER_ALIGNMENT = 8  # bytes; of the data in a safetensors file
+SAFETENSORS_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+"""What safetensors calls the dtypes."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -104,6 +119,30 @@ def read_manifest(folder: Path) -> Manifest | None:
         return msgspec.json.decode((folder / "latest.json").read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def write_safetensors(
+    path: Path, names: Sequence[str], tensors: Sequence[torch.Tensor], metadata: dict[str, str]
+) -> None:
+    """Write a safetensors file, one tensor after the other. Raises OSError."""
+    layout = layout_of(tensors)
+    # Large elements first: with a header of whole words every tensor lies at a multiple of its element's size.
+    order = sorted(range(len(names)), key=lambda i: -layout[i].element_size())
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for i in order:
+        start, end = end, end + layout[i].nbytes
+        header[names[i]] = {
+            "dtype": SAFETENSORS_NAMES[layout[i].dtype],
+            "shape": list(layout[i].shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % HEADER_ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for i in order:
+            file.write(as_bytes(tensors[i]).numpy().data)
 
 
 class FileTransport:
