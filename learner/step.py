@@ -1,10 +1,15 @@
 """The policy's optimizer steps of one batch.
 
     TrainBatch ──minibatches──> MicroBatch ──proximal log-probs──> loss ──> step of the policy
+                                                                    └──LargestRatios──> `ratio_p999`, `ratio_max`
 
 The proximal policy of all steps of a batch is the policy at its start. With one step per batch, the step's own forward pass gives
 the proximal log-probs, unless the loss chooses tokens or compares episodes before the step. Each epoch takes the same steps on the
 same minibatches, and what the first one saw of single tokens is recorded.
+
+Invariants of the largest importance ratios, which are exact over all ranks:
+- The loss and the step are the same with and without them; ratios stay on the device until `LargestRatios.finish`.
+- Each rank keeps one token in a thousand of the whole batch, so that the kept ones of all ranks together contain the largest.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from ..configs.schema import Learner
 from ..errors import LearnerError
 from .algorithms import loss_of, scores_first
 from .algorithms.divergence import KL_COEFFICIENT, coefficient_of, next_coefficient
-from .backend import Backend, BackendStepResult, LossOutput, PolicyLoss
+from .backend import Backend, BackendStepResult, LossOutput, PolicyLoss, TokenOutputs, listening
 from .batch import TrainBatch
 from .checkpoint import CheckpointState
 from .metrics import PolicyStepResult
@@ -35,9 +40,9 @@ from .packing import (
     with_proximal,
     without_candidates,
 )
-from .ratios import LargestRatios
 
 FLOOR = 0.1  # share of the peak at which the cosine of the learning rate ends
+SHARE = 0.001  # of a batch's tokens whose ratios are kept
 
 
 class PolicyStepper:
@@ -140,6 +145,38 @@ class PolicyStepper:
             return loss(logprobs, entropy, known)
 
         return self._backend.step(rows, on_policy, lr)
+
+
+class LargestRatios:
+    """The largest importance ratios of a batch of `tokens` trained tokens that the policy sampled, all ranks together, in the
+    optimizer steps whose losses `of` listens to."""
+
+    def __init__(self, tokens: int) -> None:
+        self._count = max(1, math.ceil(SHARE * tokens))
+        self._largest: torch.Tensor | None = None  # log-ratios, float[at most `_count`]
+
+    def of(self, loss: PolicyLoss) -> PolicyLoss:
+        """`loss`, which is listened to."""
+        return listening(loss, self._record_row)
+
+    def finish(self, backend: Backend) -> tuple[float | None, float | None]:
+        """Collective. The ratio p / b that one trained token in a thousand reaches, and the largest one. None: no rank saw one."""
+        mine = torch.zeros(0) if self._largest is None else self._largest
+        found = (
+            backend.gather(mine.double().cpu()[:, None]).flatten().sort(descending=True).values[: self._count].tolist()
+        )
+        # A rank that computes no loss, such as the first of a pipeline, has gathered nothing.
+        p999, maximum = (backend.maximum(value) for value in ((found[-1], found[0]) if found else (-math.inf,) * 2))
+        return (None, None) if maximum == -math.inf else (_exp(p999), _exp(maximum))
+
+    @torch.no_grad()
+    def _record_row(self, tokens: TokenOutputs, row: MicroBatch) -> None:
+        values = tokens.log_ratio if self._largest is None else torch.cat([self._largest, tokens.log_ratio])
+        self._largest = values.topk(min(self._count, len(values))).values
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))  # e^709 is the largest float
 
 
 # --- learning rates: pure functions of the step, without state

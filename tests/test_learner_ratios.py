@@ -9,7 +9,7 @@ import pytest
 import torch
 from slipstream.learner.backend import LossOutput, TokenOutputs
 from slipstream.learner.packing import scoring_microbatch
-from slipstream.learner.ratios import LargestRatios
+from slipstream.learner.step import LargestRatios
 
 ROW = scoring_microbatch([[1, 2]])
 

@@ -37,8 +37,7 @@ from slipstream.learner.batch import NO_VERSION, TrainBatch, flatten, trainable,
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.metrics import PolicyStepResult, summarize
 from slipstream.learner.packing import mismatch
-from slipstream.learner.ratios import LargestRatios
-from slipstream.learner.step import PolicyStepper
+from slipstream.learner.step import LargestRatios, PolicyStepper
 from slipstream.learner.traces import ExpertTraces, read_traces, write_traces
 from slipstream.tests.episodes import row_of, trajectory
 from slipstream.tests.one_token import LONGEST, PROMPT, OneToken
