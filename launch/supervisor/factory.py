@@ -3,40 +3,32 @@ section names."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import importlib
 import logging
 import os
 import random
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 
-from ...common.spans import RecordSpan
-from ...common.tasks import run_or_stop
 from ...configs.algorithm import Gae, needs_critic, needs_reference, reference_paths, top_of
 from ...configs.backends import REPLAY, Fsdp2, Megatron
 from ...configs.checks import COMMAND
-from ...configs.engines import Fake, Sglang, Transformers, is_quantized
+from ...configs.engines import Fake, Sglang, Transformers
 from ...configs.reward import Classifier, Judge
 from ...configs.schema import Config, Model
 from ...configs.sft import SftConfig
 from ...errors import ConfigError
-from ...weightsync.fleet import FalseReplies, ReplicaInfo, ReportReplica, following_fleet
-from ..external_servers import push_address
+from ...weightsync.fleet import FalseReplies, ReplicaInfo, following_fleet
 from ..image_checks import SERVERS
 from ..peers import following_peers, request_access, trusting
 from ..resources import ranks_of
 from ..run_context import RunContext
 
 if TYPE_CHECKING:
-    import torch
-
     from ...agents import Agent, Demonstration
     from ...buffer.client import BufferClient
     from ...envs.simple import Split
@@ -48,8 +40,6 @@ if TYPE_CHECKING:
     from ...rollout.player import EpisodePlayer
     from ...rollout.reward_model import RewardModel
     from ...rollout.router import Router
-    from ...rpc.security import PeerTable
-    from ...weightsync.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +48,6 @@ BACKEND_FACTORY = "SLIPSTREAM_BACKEND"  # see `make_backend`
 CANARY_TOKENS = 32  # whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing
 PROGRAM_SHARE = 0.75  # of an episode's time that its program may take; its environment needs the rest
 FIRST_RANK = "learner-0"  # the role that pushes weights
-BUCKET_BYTES = 64 << 20  # largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache
 
 
 def make_engine(
@@ -350,51 +339,3 @@ def make_canary(config: Config) -> Sequence[int]:
 
     vocabulary, rng = vocabulary_size(config.model.path), random.Random(0)
     return [rng.randrange(vocabulary) for _ in range(min(CANARY_TOKENS, config.agent.max_tokens - 1))]
-
-
-@contextlib.asynccontextmanager
-async def make_publisher(
-    context: RunContext,
-    device: torch.device,
-    report: ReportReplica,
-    stop: asyncio.Event,
-    record: RecordSpan,
-    peers: PeerTable | None,
-) -> AsyncIterator[tuple[Publisher, asyncio.Event]]:
-    """A publisher that pushes to the replicas of the fleet, once they answer, and an event that is set whenever one of them serves
-    nothing yet. `report` sends what is known of them to the supervisor, `record` keeps what they go through, `peers` says whose
-    acks count. Raises Stopped."""
-    from ...rollout.engines.registry import canary_tolerance
-    from ...weightsync.publisher import Publisher
-    from .push_targets import PushTargets, wait_for_replicas
-
-    config = context.config
-    access = await request_access(context, FIRST_RANK)
-    targets = PushTargets(functools.partial(make_engine, context, access), report)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(targets.close)
-        targets.publisher = Publisher(
-            (),
-            transport=config.weightsync.transport,
-            folder=context.dir / "weights",
-            spool=Path(tempfile.gettempdir()) if config.launch.hosts == "many" else context.dir,
-            host=push_address(config, context.addresses.learner_host),
-            backend=context.backend,
-            device=device,
-            bucket_bytes=BUCKET_BYTES,
-            push_s=config.push_s,
-            canary_tolerance=canary_tolerance(config),
-            cohort=config.weightsync.cohort,
-            partial=config.rollout.partial,
-            quantized=is_quantized(config.rollout.engine),
-            on_served=targets.served,
-            on_lost=targets.lost,
-            on_asleep=targets.asleep,
-            record=record,
-            peers=peers,
-        )
-        stack.callback(targets.publisher.close)
-        fleets = await stack.enter_async_context(following_fleet(context.addresses.fleet, targets.update))
-        await run_or_stop(wait_for_replicas(fleets, config.rollout.engine.start_s), stop)
-        targets.update(fleets.state)
-        yield targets.publisher, targets.joined

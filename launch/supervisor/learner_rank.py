@@ -60,7 +60,8 @@ async def open_rank(
     from ...monitor.annotations import KEPT_BYTES, STEP_BYTES, AnnotationWriter
     from ...monitor.recorder import Recorder
     from ..evaluations import FILE, retained
-    from .factory import buffer_client, make_aux_models, make_backend, make_canary, make_publisher
+    from .factory import buffer_client, make_aux_models, make_backend, make_canary
+    from .push_targets import make_publisher
     from .samples import sampler
 
     config = context.config

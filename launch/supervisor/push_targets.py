@@ -1,4 +1,5 @@
-"""The learner's push targets: a client of every replica of the fleet that answers, and reports about the weight pushes to it.
+"""The learner's push targets: a client of every replica of the fleet that answers, and reports about the weight pushes to it. With
+them `make_publisher` makes the publisher of a run.
 
     fleet snapshots ──> PushTargets ──update──> publisher ──served, lost──> PushTargets ──report──> supervisor
 
@@ -10,15 +11,32 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import functools
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import torch
 
 from ...common.bounded import TEXT_LENGTH
+from ...common.spans import RecordSpan
+from ...common.tasks import run_or_stop
+from ...configs.engines import is_quantized
 from ...errors import DeadlineExceeded, with_deadline
 from ...rollout.engines.http_client import PUSH_KEEPALIVE_S
 from ...rollout.engines.http_engine import HttpEngine
+from ...rollout.engines.registry import canary_tolerance
 from ...rpc.pubsub import StateSubscriber
-from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport, ReportReplica
+from ...rpc.security import PeerTable
+from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport, ReportReplica, following_fleet
 from ...weightsync.publisher import Publisher
+from ..external_servers import push_address
+from ..peers import request_access
+from ..run_context import RunContext
+from .factory import FIRST_RANK, make_engine
+
+BUCKET_BYTES = 64 << 20  # largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache
 
 
 class PushTargets:
@@ -100,3 +118,47 @@ async def wait_for_replicas(fleets: StateSubscriber[Fleet], seconds: float) -> N
     except DeadlineExceeded:
         if not any(replica.answers for replica in fleets.state.replicas):
             raise
+
+
+@contextlib.asynccontextmanager
+async def make_publisher(
+    context: RunContext,
+    device: torch.device,
+    report: ReportReplica,
+    stop: asyncio.Event,
+    record: RecordSpan,
+    peers: PeerTable | None,
+) -> AsyncIterator[tuple[Publisher, asyncio.Event]]:
+    """A publisher that pushes to the replicas of the fleet, once they answer, and an event that is set whenever one of them serves
+    nothing yet. `report` sends what is known of them to the supervisor, `record` keeps what they go through, `peers` says whose
+    acks count. Raises Stopped."""
+    config = context.config
+    access = await request_access(context, FIRST_RANK)
+    targets = PushTargets(functools.partial(make_engine, context, access), report)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(targets.close)
+        targets.publisher = Publisher(
+            (),
+            transport=config.weightsync.transport,
+            folder=context.dir / "weights",
+            spool=Path(tempfile.gettempdir()) if config.launch.hosts == "many" else context.dir,
+            host=push_address(config, context.addresses.learner_host),
+            backend=context.backend,
+            device=device,
+            bucket_bytes=BUCKET_BYTES,
+            push_s=config.push_s,
+            canary_tolerance=canary_tolerance(config),
+            cohort=config.weightsync.cohort,
+            partial=config.rollout.partial,
+            quantized=is_quantized(config.rollout.engine),
+            on_served=targets.served,
+            on_lost=targets.lost,
+            on_asleep=targets.asleep,
+            record=record,
+            peers=peers,
+        )
+        stack.callback(targets.publisher.close)
+        fleets = await stack.enter_async_context(following_fleet(context.addresses.fleet, targets.update))
+        await run_or_stop(wait_for_replicas(fleets, config.rollout.engine.start_s), stop)
+        targets.update(fleets.state)
+        yield targets.publisher, targets.joined
