@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -23,15 +24,17 @@ from ..buffer.trajectory import BatchRow, Trajectory
 from ..common.fsio import write_atomic
 
 FILE = "traces.msgpack"  # in the folder of a run
+T = TypeVar("T", Trajectory, BatchRow)
 
 
 class ExpertTraces:
     """The traces of a run, by the tasks that they answer."""
 
     def __init__(self, traces: Iterable[Trajectory] = ()) -> None:
-        self._traces: dict[tuple[str, str], list[Trajectory]] = {}
+        self._traces: dict[tuple[str, str], list[tuple[Trajectory, BatchRow]]] = {}  # each with its row
         for trace in traces:
-            self._traces.setdefault((trace.env, trace.task_id), []).append(trace)
+            row = EncodedTrajectory.of(trace).row.decode()
+            self._traces.setdefault((trace.env, trace.task_id), []).append((trace, row))
 
     def join(self, taken: BatchPlan[BatchRow]) -> tuple[BatchPlan[BatchRow], dict[str, Trajectory]]:
         """The batch, with the traces of each group's task as its last members, and these traces by their ids in the batch."""
@@ -42,14 +45,18 @@ class ExpertTraces:
                 self._traces.get((group[0].env, group[0].task_id), ()) if group else ()
             )  # an empty one is refused later
             first = max((row.member for row in group), default=0) + 1
-            joined = [_member(trace, group[0].group_id, number) for number, trace in enumerate(known, start=first)]
-            rows |= {trace.id: trace for trace in joined}
-            groups.append((*group, *(EncodedTrajectory.of(trace).row.decode() for trace in joined)))
+            members = list(group)
+            for number, (trace, row) in enumerate(known, start=first):
+                joined = _member(trace, group[0].group_id, number)
+                rows[joined.id] = joined
+                members.append(_member(row, group[0].group_id, number))
+            groups.append(tuple(members))
         return msgspec.structs.replace(taken, groups=tuple(groups)), rows
 
 
-def _member(trace: Trajectory, group: int, member: int) -> Trajectory:
-    return msgspec.structs.replace(trace, id=f"{group}.trace.{member}.0", group_id=group, member=member)
+def _member(one: T, group: int, member: int) -> T:
+    """A trace, or its row, as member `member` of `group`."""
+    return msgspec.structs.replace(one, id=f"{group}.trace.{member}.0", group_id=group, member=member)
 
 
 def write_traces(path: Path, traces: Iterable[Trajectory]) -> None:
