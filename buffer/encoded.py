@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..common.routed_experts import ExpertLayout, layout_of
 from ..errors import WireError
 from ..rpc.wire import FORMAT
-from .trajectory import NOWHERE, BatchRow, Trajectory, TrajectoryHeader, header_of, token_bytes, trajectory_of
+from .trajectory import NOWHERE, TOKEN_BYTES, BatchRow, Trajectory, TrajectoryHeader, token_bytes
 
 
 class EncodedRow(msgspec.Struct, frozen=True):
@@ -63,10 +63,10 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
     def decode(self) -> Trajectory:
         """Arrays are views of the bytes. Raises WireError; `Trajectory.check` is left to the caller."""
         header = _decode_header(self.header)
-        layout: ExpertLayout | None = header[-1]
-        if len(self.arrays) % token_bytes(layout):
-            raise WireError(f"{len(self.arrays)} bytes of arrays are not {token_bytes(layout)} for each token")
-        return trajectory_of(header, layout, self.arrays)
+        each = token_bytes(header[-1])
+        if len(self.arrays) % each:
+            raise WireError(f"{len(self.arrays)} bytes of arrays are not {each} for each token")
+        return trajectory_of(header, self.arrays)
 
     @property
     def row(self) -> EncodedRow:
@@ -101,6 +101,30 @@ class DeliveredTrajectory(NamedTuple):
     ) -> DeliveredTrajectory:
         row = encoded.row_of(decoded, position)
         return cls(decoded.id, episode_id, decoded.group_id, decoded.reward, encoded, row)
+
+
+def header_of(one: TrajectoryHeader) -> tuple[Any, ...]:
+    """The values of its `TrajectoryHeader`."""
+    return msgspec.structs.astuple(one)[: len(TrajectoryHeader.__struct_fields__)]
+
+
+def trajectory_of(header: tuple[Any, ...], arrays: NDArray[np.uint8]) -> Trajectory:
+    """Of the values of a `TrajectoryHeader` and all arrays of T tokens."""
+    layout: ExpertLayout | None = header[-1]
+    own = TOKEN_BYTES * (len(arrays) // token_bytes(layout))
+    ids, logprobs, mask = split_arrays(arrays[:own])
+    experts = None if layout is None else layout.view(arrays[own:])
+    return Trajectory(*header, token_ids=ids, behavior_logprobs=logprobs, loss_mask=mask, experts=experts)
+
+
+def split_arrays(arrays: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.bool_]]:
+    """Token ids, log-probs and loss mask: int32[T], float32[T], bool[T], which are views of uint8[9 T]."""
+    tokens = len(arrays) // TOKEN_BYTES
+    return (
+        arrays[: 4 * tokens].view(np.int32),
+        arrays[4 * tokens : 8 * tokens].view(np.float32),
+        arrays[8 * tokens :].view(np.bool_),
+    )
 
 
 def checksum_of(arrays: bytes | memoryview) -> int:

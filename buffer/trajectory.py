@@ -208,12 +208,6 @@ class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
         """Of its arrays."""
         return token_bytes(self.expert_layout) * self.length
 
-    def with_arrays(self, arrays: NDArray[np.uint8]) -> Trajectory:
-        """The trajectory that the buffer holds `arrays` of. Raises WireError where they are of another length."""
-        if len(arrays) != self.nbytes:
-            raise WireError(f"trajectory {self.id!r}: {len(arrays)} bytes of arrays came for {self.length} tokens")
-        return trajectory_of(header_of(self), self.expert_layout, arrays)
-
 
 class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
     """One branch of one episode, T tokens long."""
@@ -279,29 +273,6 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
 def token_bytes(layout: ExpertLayout | None) -> int:
     """Bytes of all arrays per token."""
     return TOKEN_BYTES + (0 if layout is None else layout.token_bytes)
-
-
-def header_of(one: TrajectoryHeader) -> tuple[Any, ...]:
-    """The values of its `TrajectoryHeader`."""
-    return msgspec.structs.astuple(one)[: len(TrajectoryHeader.__struct_fields__)]
-
-
-def trajectory_of(header: tuple[Any, ...], layout: ExpertLayout | None, arrays: NDArray[np.uint8]) -> Trajectory:
-    """Of the values of a `TrajectoryHeader` and all arrays of T tokens."""
-    own = TOKEN_BYTES * (len(arrays) // token_bytes(layout))
-    ids, logprobs, mask = split_arrays(arrays[:own])
-    experts = None if layout is None else layout.view(arrays[own:])
-    return Trajectory(*header, token_ids=ids, behavior_logprobs=logprobs, loss_mask=mask, experts=experts)
-
-
-def split_arrays(arrays: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.bool_]]:
-    """Token ids, log-probs and loss mask: int32[T], float32[T], bool[T], which are views of uint8[9 T]."""
-    tokens = len(arrays) // TOKEN_BYTES
-    return (
-        arrays[: 4 * tokens].view(np.int32),
-        arrays[4 * tokens : 8 * tokens].view(np.float32),
-        arrays[8 * tokens :].view(np.bool_),
-    )
 
 
 def sampled_of(episode_id: str, branches: Sequence[Trajectory]) -> dict[int, int]:

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...buffer.trajectory import EnvCall, Outcome, Turn, VersionSpan, split_arrays
+from ...buffer.encoded import split_arrays
+from ...buffer.trajectory import EnvCall, Outcome, Turn, VersionSpan
 from ...common.images import PlacedImage
 from ..episodes import find_evaluation
 from ..runs import WatchedRun
