@@ -33,7 +33,7 @@ from ..common.process import set_parent_death_signal
 from ..errors import with_deadline
 from ..launch.launchers.local import free_ports
 from ..launch.run_context import RunContext
-from ..launch.supervisor.factory import make_agent, make_player
+from ..launch.supervisor.factory import make_agents, make_player
 from ..learner.model import load_tokenizer
 from ..rollout.worker import Worker
 from ..weightsync.fleet import ReplicaInfo
@@ -169,9 +169,9 @@ async def play(this: Round) -> Played:
         Serving(this.job, this.replicas, ()).router(this.version) as router,
         BufferClient(this.buffer, "learner-0") as learner,
         BufferClient(this.buffer, "worker-0") as client,
-        make_agent(config) as agent,
+        make_agents(config) as agents,
     ):
-        player = make_player(config, agent, router, split="train", temperature=1.0)
+        player = make_player(config, agents, router, split="train", temperature=1.0)
         await learner.stats()  # once the buffer answers
         stop = asyncio.Event()
         began = time.perf_counter()

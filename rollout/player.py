@@ -62,10 +62,10 @@ class EpisodeResult(msgspec.Struct, frozen=True):
 
 
 class EpisodePlayer:
-    """Plays episodes, for the worker and the evaluation. `Lease.env` is an index into `parts`; `concurrency` is how many episodes
-    the initial replicas decode at once; `limits` are those of `config` unless given; with `record_experts` the trajectories
-    have the experts that the engines' routers chose. Raises ConfigError: failures are to be trained
-    on and an environment declares no penalty."""
+    """Plays episodes, for the worker and the evaluation: by `agent`, and by `self_player`, where it is given, those of environments
+    that play themselves. `Lease.env` is an index into `parts`; `concurrency` is how many episodes the initial replicas decode at
+    once; `limits` are those of `config` unless given; with `record_experts` the trajectories have the experts that the engines'
+    routers chose. Raises ConfigError: failures are to be trained on and an environment declares no penalty."""
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class EpisodePlayer:
         temperature: float,
         model: RewardModel | None = None,
         *,
+        self_player: Agent | None = None,
         limits: EpisodeLimits | None = None,
         record_experts: bool = False,
     ) -> None:
@@ -86,7 +87,7 @@ class EpisodePlayer:
         self.parts = tuple(parts)
         self.router = router
         self.concurrency = rollout.engine.count * rollout.engine.max_concurrent
-        self._agent = agent
+        self._agents = [self_player if self_player and part.self_played else agent for part in parts]  # of each part
         self._model = model
         self._make_session = make_session
         self._limits = limits or EpisodeLimits(rollout.episode_s, rollout.step_s, rollout.tool_s)
@@ -137,7 +138,7 @@ class EpisodePlayer:
             stack.enter_context(env.unawaited)
             stack.push_async_callback(requests.close)
             stack.push_async_callback(env.close)
-            outcome, error = await _run_agent(self._agent, env, session, lease.task, self._limits.episode_s)
+            outcome, error = await _run_agent(self._agents[lease.env], env, session, lease.task, self._limits.episode_s)
         timings = {"total": time.perf_counter() - started, "environment": env.seconds}
         turn_rewards, metrics = tuple(env.rewards), env.metrics | session.metrics
         if outcome.trainable and not session.branches:

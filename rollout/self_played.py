@@ -17,7 +17,6 @@ from ..agents.gateway import Gateway
 from ..agents.session import Session
 from ..envs.base import Environment, Task
 from ..envs.self_played import PolicyEndpoint, play_message
-from .env_guard import EnvGuard
 
 
 def self_played(gateway: Gateway) -> Agent:
@@ -27,15 +26,5 @@ def self_played(gateway: Gateway) -> Agent:
         await env.reset(task)
         async with gateway.endpoint(cast(Session, policy)) as endpoint:
             await env.step(play_message(PolicyEndpoint(f"{endpoint.url}/v1", endpoint.key)))
-
-    return play
-
-
-def by_environment(agent: Agent, itself: Agent) -> Agent:
-    """`agent`, and `itself` in episodes of environments that play themselves."""
-
-    async def play(env: Environment, policy: Policy, task: Task) -> float | None:
-        chosen = itself if isinstance(env, EnvGuard) and env.self_played else agent
-        return await chosen(env, policy, task)
 
     return play

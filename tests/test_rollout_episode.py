@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import uvloop
 from slipstream.agents import Completion, Session, load_agent, load_renderer
-from slipstream.agents.base import Agent, Generate
+from slipstream.agents.base import Agent, Generate, Policy
 from slipstream.buffer.encoded import EncodedTrajectory
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.trajectory import VersionSpan
@@ -100,6 +100,8 @@ def player_of(
     generate: Generate = says,
     *,
     agent: Agent | None = None,
+    self_player: Agent | None = None,
+    others: Sequence[EnvPart] = (),
     limits: EpisodeLimits = PATIENT,
     max_tokens: int = 256,
     trained_failures: Sequence[Reason] = (),
@@ -117,12 +119,13 @@ def player_of(
     return EpisodePlayer(
         msgspec.structs.replace(config, rollout=rollout),
         agent or load_agent("tool_calling"),
-        [EnvPart("ask", 1.0, env, env.penalty)],
+        [EnvPart("ask", 1.0, env, env.penalty), *others],
         cast(Router, Engines(generate)),
         make_session,
         (),
         1.0,
         model,
+        self_player=self_player,
         limits=limits,
     )
 
@@ -133,6 +136,22 @@ async def episode(policy: Path, env: Ask, generate: Generate = says, **options: 
 
 
 LEASE = Lease(3, 1, (2,), 0, 0, 0, 7)
+
+
+async def test_each_environment_is_played_by_its_agent(policy: Path) -> None:
+    played: list[tuple[str, str]] = []
+
+    def agent(name: str) -> Agent:
+        async def play(env: Environment, policy: Policy, task: Task) -> None:
+            played.append((name, task.id))
+
+        return play
+
+    itself = EnvPart("itself", 1.0, Ask(), None, self_played=True)
+    player = player_of(policy, Ask(), agent=agent("agent"), self_player=agent("itself"), others=[itself])
+    for env in (0, 1):
+        await player.play(msgspec.structs.replace(LEASE, env=env, task=env), 2)
+    assert played == [("agent", "ask-0"), ("itself", "ask-1")]
 
 
 async def test_a_finished_episode_is_one_checked_trajectory(policy: Path) -> None:

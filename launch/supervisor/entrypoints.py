@@ -172,7 +172,7 @@ async def buffer(
 
 async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
     from ...rollout.worker import Worker
-    from .factory import buffer_client, make_agent, make_player, make_reward, make_router
+    from .factory import buffer_client, make_agents, make_player, make_reward, make_router
 
     config, name = context.config, heartbeat.role
     temperature = config.rollout.temperature
@@ -180,9 +180,9 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
         client = await stack.enter_async_context(buffer_client(context, name))
         router = await stack.enter_async_context(make_router(context, name, client, heartbeat.report_false_replies))
         model = await stack.enter_async_context(make_reward(context, name))
-        agent = await stack.enter_async_context(make_agent(config))
+        agents = await stack.enter_async_context(make_agents(config))
         player = await in_thread(
-            lambda: make_player(config, agent, router, split="train", temperature=temperature, model=model),
+            lambda: make_player(config, agents, router, split="train", temperature=temperature, model=model),
             "make_player",
         )
         _ready(heartbeat)
@@ -205,7 +205,7 @@ async def evaluator(
     from ...monitor.series import evaluation_line
     from ...rollout.evaluation import evaluate
     from ..evaluations import append, called, missing
-    from .factory import buffer_client, make_agent, make_player, make_router
+    from .factory import buffer_client, make_agents, make_player, make_router
 
     limit = parse_size("buffer.keep", context.config.buffer.keep)
     async with contextlib.AsyncExitStack() as stack:
@@ -213,11 +213,11 @@ async def evaluator(
         if context.pushed:
             client = await stack.enter_async_context(buffer_client(context, name))
         router = await stack.enter_async_context(make_router(context, name, client, heartbeat.report_false_replies))
-        agent = await stack.enter_async_context(make_agent(context.config))
+        agents = await stack.enter_async_context(make_agents(context.config))
         episodes = stack.enter_context(EvaluationEpisodes(context.evaluation_dir, limit))
         for name, suite in missing(context.dir, context.config, step).items():
             make = functools.partial(
-                make_player, suite, agent, router, split="eval", temperature=suite.evaluation.temperature
+                make_player, suite, agents, router, split="eval", temperature=suite.evaluation.temperature
             )
             player = await in_thread(make, "make_player")
             _ready(heartbeat)
@@ -252,16 +252,16 @@ async def rater(context: RunContext, index: int, heartbeat: HeartbeatSender, sto
     from ...monitor.metrics import MetricsWriter
     from ...rollout.rating import rate
     from ..rating import PLAN, RatingPlan, read_ratings
-    from .factory import make_agent, make_player, make_router
+    from .factory import make_agents, make_player, make_router
 
     config, plan = context.config, msgspec.json.decode((context.dir / PLAN).read_bytes(), type=RatingPlan)
     path = Path(plan.ratings)
     async with (
         make_router(context, heartbeat.role, None, heartbeat.report_false_replies) as router,
-        make_agent(config) as agent,
+        make_agents(config) as agents,
     ):
         temperature = config.rollout.temperature
-        make = functools.partial(make_player, config, agent, router, split="train", temperature=temperature)
+        make = functools.partial(make_player, config, agents, router, split="train", temperature=temperature)
         player = await in_thread(make, "make_player")
         source = player.parts[0].source
         assert isinstance(source, DatasetSource)

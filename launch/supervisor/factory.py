@@ -152,40 +152,37 @@ async def make_reward(context: RunContext, name: str) -> AsyncIterator[RewardMod
 
 
 @contextlib.asynccontextmanager
-async def make_agent(config: Config) -> AsyncIterator[Agent]:
-    """The agent of a process, and beside it the one of environments that play themselves. What was written elsewhere finds its
-    policy at a gateway, which is open until the end."""
-    from ...agents import Gateway
-    from ...rollout.self_played import by_environment, self_played
-
-    # Also without such environments: an idle gateway is two sockets. Its model is called `policy`, whatever `agent.trained` names.
-    async with _configured_agent(config) as agent, Gateway() as gateway:
-        yield by_environment(agent, self_played(gateway))
-
-
-@contextlib.asynccontextmanager
-async def _configured_agent(config: Config) -> AsyncIterator[Agent]:
+async def make_agents(config: Config) -> AsyncIterator[tuple[Agent, Agent]]:
+    """The agent of a process, and the one of environments that play themselves. What was written elsewhere finds its policy at a
+    gateway, which is open until the end."""
     from ...agents import Gateway, is_foreign, load_agent
     from ...agents.command import CommandAgent
     from ...rollout.foreign_agent import through_gateway
+    from ...rollout.self_played import self_played
 
-    if config.agent.kind == COMMAND:
-        async with Gateway(config.agent.trained) as gateway:
-            yield CommandAgent(config.agent, gateway, PROGRAM_SHARE * config.rollout.episode_s)
-        return
-    agent = load_agent(config.agent.kind)
-    if not is_foreign(agent):
-        yield cast("Agent", agent)
-        return
-    async with Gateway(config.agent.trained) as gateway:
-        yield through_gateway(agent, gateway)
+    async with contextlib.AsyncExitStack() as stack:
+        if config.agent.kind == COMMAND:
+            gateway = await stack.enter_async_context(Gateway(config.agent.trained))
+            agent = CommandAgent(config.agent, gateway, PROGRAM_SHARE * config.rollout.episode_s)
+        elif is_foreign(agent := load_agent(config.agent.kind)):
+            gateway = await stack.enter_async_context(Gateway(config.agent.trained))
+            agent = through_gateway(agent, gateway)
+        # Also without such environments: an idle gateway is two sockets. Its model is called `policy`, whatever `agent.trained`
+        # names.
+        yield cast("Agent", agent), self_played(await stack.enter_async_context(Gateway()))
 
 
 def make_player(
-    config: Config, agent: Agent, router: Router, *, split: Split, temperature: float, model: RewardModel | None = None
+    config: Config,
+    agents: tuple[Agent, Agent],
+    router: Router,
+    *,
+    split: Split,
+    temperature: float,
+    model: RewardModel | None = None,
 ) -> EpisodePlayer:
-    """A player of episodes of `split`. `model` scores them, without one their environment does. Takes as long as it takes to render
-    the long prompts of a data set."""
+    """A player of episodes of `split`, by `agents` as of `make_agents`. `model` scores them, without one their environment does.
+    Takes as long as it takes to render the long prompts of a data set."""
     from ...agents import Session, load_renderer
     from ...envs import parts_of
     from ...learner.model import load_tokenizer, vocabulary_size
@@ -203,12 +200,13 @@ def make_player(
         max_tokens=settings.max_tokens,
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
     )
-    parts, stop_token_ids = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
+    parts, stops = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
     for name, count in leave_out_long_prompts(parts, renderer, settings).items():
         log.info("%s: %d rows are left out, their prompts have agent.max_tokens or more", name, count)
-    trained = split == "train" and REPLAY in config.learner.backend.options
+    replay = split == "train" and REPLAY in config.learner.backend.options
+    agent, itself = agents
     return EpisodePlayer(
-        config, agent, parts, router, make_session, stop_token_ids, temperature, model, record_experts=trained
+        config, agent, parts, router, make_session, stops, temperature, model, self_player=itself, record_experts=replay
     )
 
 
