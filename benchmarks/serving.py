@@ -33,9 +33,8 @@ from ..rollout.engines.access import ServerAccess
 from ..rollout.engines.vllm.client import VllmEngine
 from ..rollout.router import Router
 from ..weightsync.fleet import Fleet, ReplicaInfo
-from ..weightsync.plan import PushReport
+from ..weightsync.plan import PushReport, ReplicaControl
 from ..weightsync.publisher import Publisher
-from ..weightsync.replica import ReplicaControl
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -21,9 +21,8 @@ import torch
 from slipstream.errors import EngineError, StateError, WeightSyncError
 from slipstream.tests.replicas import CANARY, LocalReplica, RemoteReplica, logprobs, make_model, remote
 from slipstream.weightsync import publisher as publishing
-from slipstream.weightsync.plan import GroupPlan, PushReport, TransferPlan
+from slipstream.weightsync.plan import GroupPlan, PushReport, ReplicaControl, TransferPlan
 from slipstream.weightsync.publisher import Publisher
-from slipstream.weightsync.replica import ReplicaControl
 from slipstream.weightsync.snapshot import StoredTensors
 from slipstream.weightsync.transports import read_manifest
 

@@ -1,9 +1,12 @@
-"""The messages of a weight push: plans, the report, and the acks by which every rank of a replica reports that it holds a version,
-or why not.
+"""What a weight push calls on a replica, and its messages: plans, the report, and the acks by which every rank of a replica reports
+that it holds a version, or why not.
 
     staging thread: send_ack ──one-way RPC──> AckCollector, one per learner ──> ExpectedAcks of one attempt
 
 Invariants:
+- Weights are replaced only while paused, so that a span boundary is exact.
+- A server sleeps without a copy of its weights: from `sleep` to the `resume` after the next swap. Each of these calls may be
+  repeated, so that a learner that knows nothing of a server's state wakes it.
 - The learner is rank 0 of every group; the ranks of a replica start at its `rank_offset`.
 - Tensors travel in the order of `names`; a broadcast cuts them into buckets of at most `bucket_bytes` by a rule both ends share.
 - `checksum` is over the tensors themselves and not over what travelled, so that it proves every transport, `delta` included.
@@ -17,14 +20,17 @@ import asyncio
 import itertools
 import secrets
 import socket
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import msgspec
 import zmq
 
 from ..common.accelerator import CollectiveBackend
 from ..common.replica_names import replica_of
+from ..configs.schema import Partial
 from ..errors import StateError, WeightSyncError
 from ..rpc.client import RpcNotifier
 from ..rpc.security import PeerTable, split_address
@@ -79,6 +85,58 @@ class TransferPlan(msgspec.Struct, frozen=True):
     keep: bool  # the receiver keeps a copy in host memory, the base of the next delta
     acks: str  # ZeroMQ address to which every receiving rank sends its `WeightAck`, for the attempt `receiver`
     receiver: str
+
+
+class ReplicaControl(Protocol):
+    """What a push calls on an inference server; every `HttpEngine` is one. Methods raise EngineError, or DeadlineExceeded when the
+    server does not answer."""
+
+    name: str
+    ranks: int  # processes that each hold a shard of its weights, and join a broadcast group
+    # Whether it computes scores while paused (our own server does, vLLM and SGLang do not). Then no request samples from weights
+    # before the canary verified them; else requests under way do so right after the resume.
+    scores_paused: bool
+    sleeps: bool  # whether it was started for `sleep`
+
+    @abstractmethod
+    async def pause(self, mode: Partial) -> None:
+        """Stop stepping. `recompute`: requests stay, their KV and every cached prefix is dropped and recomputed with the next
+        weights. `keep_kv`: requests and KV stay. `abort_resume`: requests end at once with the tokens they have."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Step again, with memory for keys and values; no effect on a server that is neither paused nor asleep."""
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Pause as `rollout.partial` says, and free the memory of weights, keys and values, of which no copy is kept. No effect on
+        a server that sleeps; only of one that `sleeps`."""
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Allocate the memory of the weights; `swap_weights` loads them, and `resume` ends the sleep. A server that is not asleep
+        may step again: `pause` it after this call. Only of one that `sleeps`."""
+
+    @abstractmethod
+    async def join_group(self, plan: GroupPlan) -> None:
+        """Join a broadcast group with the learner, leaving any other. Blocks until the group is complete."""
+
+    @abstractmethod
+    async def receive_weights(self, plan: TransferPlan) -> None:
+        """Begin to stage one version's tensors; the old weights keep serving. Each rank sends an ack to `plan.acks` when it holds
+        all of them and they match `plan.checksum`, or why not."""
+
+    @abstractmethod
+    async def swap_weights(self, version: int) -> None:
+        """Load the staged tensors and serve them as `version`. Call while paused."""
+
+    @abstractmethod
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs in nats of `token_ids[1:]`, each given the tokens before it, at temperature 1. Used for the canary."""
+
+    @abstractmethod
+    async def version(self) -> int | None:
+        """The version pushed last; None where no push brought the weights and they have no version."""
 
 
 class WeightAck(msgspec.Struct, frozen=True):

@@ -35,14 +35,13 @@ from ..configs.schema import Partial, TransportKind
 from ..rpc.security import PeerTable
 from . import fp8
 from .broadcast import BroadcastTransport
-from .plan import AckCollector, PushReport
+from .plan import AckCollector, PushReport, ReplicaControl
 from .replica import (
     NOTHING,
     PushAttempt,
     PushResult,
     PushSettings,
     PushTarget,
-    ReplicaControl,
     Transport,
     await_reply,
     check_canary,

@@ -33,7 +33,7 @@ import msgspec
 from ..common.spans import Id, RecordSpan, Span, no_record, time_of_day, timed
 from ..configs.schema import Partial
 from ..errors import EngineError, NoAnswer, SlipstreamError, WeightSyncError, with_deadline
-from .plan import GroupPlan, TransferPlan
+from .plan import ReplicaControl
 from .snapshot import Canary, WeightSnapshot
 
 logger = logging.getLogger(__name__)
@@ -44,25 +44,6 @@ NOTHING = -1  # the version of a replica whose weights are not verified
 STAGE_SHARE = 0.6  # of an attempt's seconds: the deadline of the acks
 SWAP_SHARE = 0.8  # of an attempt's seconds: the deadline of all swaps; the remaining seconds are kept for resuming
 CANCEL_RESUME_S = 1.0  # longest wait for the resume of a replica that left, or of any when the attempt is cancelled
-
-
-class ReplicaControl(Protocol):
-    """What a push calls on an inference server; every `HttpEngine` is one. Methods raise EngineError or DeadlineExceeded."""
-
-    name: str
-    ranks: int
-    scores_paused: bool
-    sleeps: bool
-
-    async def pause(self, mode: Partial) -> None: ...
-    async def resume(self) -> None: ...
-    async def sleep(self) -> None: ...
-    async def wake(self) -> None: ...
-    async def join_group(self, plan: GroupPlan) -> None: ...
-    async def receive_weights(self, plan: TransferPlan) -> None: ...
-    async def swap_weights(self, version: int) -> None: ...
-    async def score(self, token_ids: Sequence[int]) -> list[float]: ...
-    async def version(self) -> int | None: ...
 
 
 class PushTarget:

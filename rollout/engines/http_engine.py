@@ -1,4 +1,5 @@
-"""The engine contract: what Slipstream asks of an inference server of any kind, and a completion as it arrives from one.
+"""The engine contract: what Slipstream asks of an inference server of any kind, and a completion as it arrives from one. What a
+weight push asks is `weightsync.plan.ReplicaControl`.
 
 Invariants:
 - Token ids in, token ids out. Neither side tokenizes.
@@ -8,9 +9,6 @@ Invariants:
 - Completions are streamed: the death of a server costs few tokens. With our plugin each chunk has the versions of all tokens
   so far; without it only the last one does. An interrupted completion keeps the tokens whose versions were reported, no others.
 - Only requests with an equal salt share cached prefixes: without it servers share them across weights.
-- Weights are replaced only while paused, so that a span boundary is exact.
-- A server sleeps without a copy of its weights: from `sleep` to the `resume` after the next swap. Each of these calls may be
-  repeated, so that a learner that knows nothing of a server's state wakes it.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from ...common.routed_experts import RoutedExperts, RouterShape
 from ...common.spans import time_of_day
 from ...configs.schema import Partial
 from ...errors import EngineError, PolicyError
-from ...weightsync.plan import GroupPlan, TransferPlan
+from ...weightsync.plan import ReplicaControl
 from .access import ServerAccess
 from .base import EngineFailure, EngineLoad, FalseReply, PartialCompletion, SamplingParams
 from .expert_codec import record
@@ -63,7 +61,7 @@ class _WeightVersion(msgspec.Struct):
     weight_version: str
 
 
-class HttpEngine(HttpClient, ABC):
+class HttpEngine(HttpClient, ReplicaControl):
     """A client of one replica; subclasses speak the protocol of one kind of server. Every method raises EngineError, or
     DeadlineExceeded when the server does not answer. `close` ends completions in flight with EngineFailure and aborts them.
 
@@ -73,12 +71,9 @@ class HttpEngine(HttpClient, ABC):
         initial_version: the version of the weights that a server loaded itself; None refuses their completions, because versions
             in a trajectory must not be guessed.
         request_s, push_s: longest wait for a completion or a control call, and for one call of a weight push.
-        ranks: processes that each hold a shard of the replica's weights, and join a broadcast group.
         partial: what weight pushes do with requests under way; with `keep_kv` spans name the version of the KV used.
-        scores_paused: whether the server computes scores while paused (our own does, vLLM and SGLang do not). Then no request
-            samples from weights before the canary verified them; else requests under way do so right after the resume.
-        sleeps: whether the server was started for `sleep`. Then one that sends nothing of a completion may sleep, and fails only
-            after all of `request_s`.
+        ranks, scores_paused: see `ReplicaControl`.
+        sleeps: see there. A server that sends nothing of a completion may sleep then, and fails only after all of `request_s`.
         access: see `HttpClient`; the token for control where weights are pushed.
         versions: which versions exist; None for a client that asks for no completions, and for one that takes any version.
         routers: those of the model, of a server that records which experts they choose; None for one that does not.
@@ -145,38 +140,6 @@ class HttpEngine(HttpClient, ABC):
     @abstractmethod
     async def get_load(self) -> EngineLoad: ...
 
-    @abstractmethod
-    async def pause(self, mode: Partial) -> None:
-        """Stop stepping. `recompute`: requests stay, their KV and every cached prefix is dropped and recomputed with the next
-        weights. `keep_kv`: requests and KV stay. `abort_resume`: requests end at once with the tokens they have."""
-
-    @abstractmethod
-    async def resume(self) -> None:
-        """Step again, with memory for keys and values; no effect on a server that is neither paused nor asleep."""
-
-    @abstractmethod
-    async def sleep(self) -> None:
-        """Pause as `partial` says, and free the memory of weights, keys and values, of which no copy is kept. No effect on a server
-        that sleeps; only of one that `sleeps`."""
-
-    @abstractmethod
-    async def wake(self) -> None:
-        """Allocate the memory of the weights; `swap_weights` loads them, and `resume` ends the sleep. A server that is not asleep
-        may step again: `pause` it after this call. Only of one that `sleeps`."""
-
-    @abstractmethod
-    async def join_group(self, plan: GroupPlan) -> None:
-        """Join a broadcast group with the learner, leaving any other. Blocks until the group is complete."""
-
-    @abstractmethod
-    async def receive_weights(self, plan: TransferPlan) -> None:
-        """Begin to stage one version's tensors; the old weights keep serving. Each rank sends an ack to `plan.acks` when it holds
-        all of them and they match `plan.checksum`, or why not."""
-
-    @abstractmethod
-    async def swap_weights(self, version: int) -> None:
-        """Load the staged tensors and serve them as `version`. Call while paused."""
-
     async def generate(
         self,
         token_ids: Sequence[int],
@@ -221,7 +184,6 @@ class HttpEngine(HttpClient, ABC):
         return answer.whole(version)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs in nats of `token_ids[1:]`, each given the tokens before it, at temperature 1. Used for the canary."""
         self._check_prompt(token_ids)
         body = self.score_request(token_ids, uuid.uuid4().hex)
         async with self.aborting(*self.abort_request(body)):
