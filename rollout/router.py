@@ -17,7 +17,7 @@ Invariants:
 - A replica that failed or stopped responding gets no requests before it has computed something: a server may report health while
   its compute process hangs.
 - A false reply (`engines.reply_check`) counts against its replica, and none of its tokens is used: the router sends the request to
-  another replica. One that goes on lying (`suspicion`) gets no requests any more; the supervisor is told, and restarts it.
+  another replica. One that goes on lying (`routing`) gets no requests any more; the supervisor is told, and restarts it.
 - A request that a server rejects is the caller's error; no other replica is tried.
 - When a cancelled caller gets control back, its request no longer runs on any server.
 """
@@ -42,8 +42,7 @@ from ..errors import DeadlineExceeded, EngineError, with_deadline
 from ..weightsync.fleet import FalseReplies, Fleet, ReplicaInfo
 from .engines.base import EngineFailure, EngineLoad, FalseReply, PartialCompletion, RequestRejected, SamplingParams
 from .engines.http_engine import HttpEngine
-from .routing import AHEAD, RouteRequest, RoutingTable
-from .suspicion import ReplicaSuspicion
+from .routing import AHEAD, ReplicaSuspicion, RouteRequest, RoutingTable
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +127,6 @@ class Router:
         self._report = report
         self._routing = RoutingTable(max_concurrent + AHEAD)
         self._connections: dict[str, ReplicaConnection] = {}
-        self._suspicions: dict[tuple[str, int], ReplicaSuspicion] = {}  # by name and incarnation
         self._assigned: dict[int, asyncio.Future[tuple[int, ReplicaConnection]]] = {}
         self._sampled = random.randrange(1 << 30)  # routers that start at once ask different replicas
         self._numbers = itertools.count()
@@ -148,8 +146,7 @@ class Router:
         if self._closed:
             return
         infos = {info.name: info for info in fleet.replicas}
-        suspicions = ((info.name, info.incarnation) for info in fleet.replicas)
-        self._suspicions = {key: self._suspicions.get(key) or ReplicaSuspicion() for key in suspicions}
+        self._routing.update(fleet)
         for name, connection in list(self._connections.items()):
             info, known = infos.get(name), connection.info
             if info and (info.incarnation, info.url) == (known.incarnation, known.url) and info.state != "starting":
@@ -158,12 +155,8 @@ class Router:
                 self._retire(self._connections.pop(name))
         for name, info in infos.items():
             if info.state == "serving" and name not in self._connections:
-                suspicion = self._suspicions[name, info.incarnation]
+                suspicion = self._routing.replicas[name].suspicion
                 self._connections[name] = ReplicaConnection(info, self._make_engine(info), suspicion)
-        self._routing.update(fleet)
-        for name, connection in self._connections.items():
-            if connection.suspicion.proven:
-                self._routing.set_failed(name, True)
         self._dispatch()
 
     @property
@@ -341,8 +334,8 @@ class Router:
         self._report_false_replies()
 
     def _report_false_replies(self) -> None:
-        known = [(*process, s) for process, s in self._suspicions.items() if s.count]
-        self._report(tuple(FalseReplies(name, of, s.count, s.level, s.why) for name, of, s in known))
+        known = [(r.info, r.suspicion) for r in self._routing.replicas.values() if r.suspicion.count]
+        self._report(tuple(FalseReplies(i.name, i.incarnation, s.count, s.level, s.why) for i, s in known))
 
     def _mark_failed(self, connection: ReplicaConnection, why: object) -> None:
         """Send no request there until a probe passes, or never again where it is proven to lie: a probe would find it well.
@@ -383,7 +376,8 @@ class Router:
 
     def _describe(self) -> str:
         states = [
-            f"{name} {'fails' if r.failed else r.info.state} at version {r.info.version} with {len(r.tokens_in_flight)} requests"
+            f"{name} {'fails' if r.failed or r.suspicion.proven else r.info.state} at version {r.info.version}"
+            f" with {len(r.tokens_in_flight)} requests"
             for name, r in self._routing.replicas.items()
         ]
         known = ", ".join(states) or "none"

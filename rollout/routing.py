@@ -10,6 +10,8 @@ Mitzenmacher, IEEE TPDS 12(10), 2001), so that a request costs the same in every
 
 Invariants:
 - A request goes only to a replica that is `serving`, is healthy, and has proven at least the request's oldest version.
+- Each false reply of a replica adds 1 to its level of suspicion, each true one takes `SUSPICION_LEAK` off. Each incarnation has a
+  level of its own, also where a push left it out meanwhile. One that has reached `SUSPICION_LIMIT` gets no requests any more.
 - At most `max_in_flight` of this worker's requests are in flight on a replica.
 - First come, first served: a free slot of a replica goes to the oldest request that may use it.
 - A replica that aborted requests to take weights gets new ones only where no other has a free slot; they queue in its server.
@@ -33,6 +35,14 @@ INITIAL_LENGTH = 64  # expected completion length, in tokens, before any complet
 COMPARED = 32  # replicas up to which all are compared: fewer tokens in flight on the fullest, at 16 us a request
 DRAWS = 8  # replicas that are drawn at most to find two that may serve a request; then all are compared
 LENGTH_DECAY = 0.05  # weight of the newest completion in the expected length, a moving average over about twenty
+
+SUSPICION_LIMIT = 5.0
+"""The level at which a replica is drained. One false reply proves little: a bit flipped, or a proxy cut an answer. Five within
+fifty replies are a server that computes wrongly; a restart costs less than what it wastes, and than what the checks may miss."""
+
+SUSPICION_LEAK = 0.02
+"""What a true reply takes off: a replica of which less than one reply in fifty is false is kept, however long it runs. Its false
+ones are computed again elsewhere, which costs less than to go without it."""
 
 
 _number = operator.attrgetter("number")
@@ -59,11 +69,37 @@ class Assignment(msgspec.Struct, frozen=True):
     version: int
 
 
-class ReplicaState:
-    """One incarnation of one replica."""
+class ReplicaSuspicion:
+    """How much the false replies of one incarnation of a replica weigh. `count` are its false replies, `why` is what was wrong with
+    the last; one that is `proven` to lie stays so."""
 
-    def __init__(self, info: ReplicaInfo) -> None:
+    def __init__(self) -> None:
+        self.count = 0
+        self.level = 0.0
+        self.why = ""
+        self.proven = False
+
+    def add_false(self, why: str) -> None:
+        """A false reply came; `why` is what was wrong with it."""
+        self.count += 1
+        self.level += 1.0
+        self.why = why
+        self.proven = self.proven or self.level >= SUSPICION_LIMIT
+
+    def add_true(self) -> bool:
+        """A true reply came. Whether the level has fallen below a whole number or to 0, which the supervisor is to know."""
+        if self.proven or not self.level:
+            return False
+        before, self.level = self.level, max(0.0, self.level - SUSPICION_LEAK)
+        return int(before) != int(self.level) or not self.level
+
+
+class ReplicaState:
+    """One incarnation of one replica at one address; `suspicion` is that of the same incarnation at an earlier address."""
+
+    def __init__(self, info: ReplicaInfo, suspicion: ReplicaSuspicion | None = None) -> None:
         self.info = info
+        self.suspicion = suspicion or ReplicaSuspicion()
         # By request in flight, its prompt tokens and expected completion tokens.
         self.tokens_in_flight: dict[int, int] = {}
         self.load = 0  # their sum
@@ -81,7 +117,9 @@ class ReplicaState:
 
     @property
     def serving(self) -> bool:
-        return self.info.state == "serving" and self.info.version is not None and not self.failed
+        """Whether it may get requests."""
+        info = self.info
+        return info.state == "serving" and info.version is not None and not self.failed and not self.suspicion.proven
 
 
 class Pin(msgspec.Struct, frozen=True):
@@ -110,12 +148,15 @@ class RoutingTable:
         return len(self._waiting)
 
     def update(self, fleet: Fleet) -> None:
-        """Take over a new fleet state. What is known of an earlier incarnation, or of a replica fenced since, is dropped."""
+        """Take over a new fleet state. What is known of an earlier incarnation is dropped; of a replica that was fenced, or has
+        another address, all but its suspicion is."""
         known, self.replicas = self.replicas, {}
         for info in fleet.replicas:
             replica = known.get(info.name)
-            if replica is None or replica.info.incarnation != info.incarnation or replica.info.url != info.url:
+            if replica is None or replica.info.incarnation != info.incarnation:
                 replica = ReplicaState(info)
+            elif replica.info.url != info.url:
+                replica = ReplicaState(info, replica.suspicion)
             elif info.state == "starting":
                 replica.reported_version, replica.failed, replica.paused = -1, False, False
             elif info.version != replica.info.version:

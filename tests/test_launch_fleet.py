@@ -1,4 +1,4 @@
-"""The fleet: a state machine tried by properties; waiting for its changes."""
+"""The fleet: a state machine tried by properties; waiting for its changes; what several routers know of a replica that lies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from slipstream.launch.supervisor.control import (
     read_control_address,
     send_command,
 )
-from slipstream.launch.supervisor.fleet import FleetState
+from slipstream.launch.supervisor.fleet import FleetState, FleetSuspicion
 from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
 from slipstream.rpc.security import write_pair
-from slipstream.weightsync.fleet import Fleet, ReplicaInfo
+from slipstream.weightsync.fleet import FalseReplies, Fleet, ReplicaInfo
 
 WAIT_S = 60.0
 
@@ -283,3 +283,47 @@ async def test_waiting_for_a_replica_ends_with_the_run(how: str, tmp_path: Path)
     serving.cancel()
     await asyncio.wait([serving])
     await board.close()
+
+
+def report(name: str, count: int, level: float, incarnation: int = 0) -> FalseReplies:
+    return FalseReplies(name, incarnation, count, level, f"lie {count} of {name}")
+
+
+def test_what_several_routers_see_adds_up() -> None:
+    shared = FleetSuspicion()
+    for router in range(4):
+        shared.take(f"worker-{router}", [report("engine-0", 3, 1.0), report("engine-1", 1, 0.5)])
+    assert shared.proof("engine-0", 0) == ""
+    shared.take("evaluator", [report("engine-0", 9, 1.25)])
+    assert shared.proof("engine-0", 0).startswith("it goes on giving false replies, 21 so far; one of the last: lie 9")
+    assert shared.proof("engine-0", 1) == shared.proof("engine-1", 0) == shared.proof("engine-2", 0) == ""
+    assert shared.counts == {"engine-0": 21, "engine-1": 4}
+
+
+def test_a_report_replaces_the_one_before_and_a_router_that_starts_again_adds_to_the_count() -> None:
+    shared = FleetSuspicion()
+    for _ in range(3):  # heartbeats repeat it
+        shared.take("worker-0", [report("engine-0", 4, 4.0)])
+    assert shared.counts == {"engine-0": 4}
+    assert shared.proof("engine-0", 0) == ""
+    shared.take("worker-0", [report("engine-0", 4, 0.0)])
+    shared.take("worker-1", [report("engine-0", 4, 4.0)])
+    assert shared.proof("engine-0", 0) == ""
+    shared.take("worker-0", [])
+    shared.take("worker-0", [report("engine-0", 1, 1.0)])
+    assert shared.counts == {"engine-0": 9}
+    assert shared.proof("engine-0", 0)
+
+
+def test_what_a_router_saw_that_has_ended_is_no_proof_any_more_and_stays_counted() -> None:
+    """It would never say that the level has fallen."""
+    shared = FleetSuspicion()
+    shared.take("worker-0", [report("engine-0", 4, 4.0)])
+    shared.take("worker-1", [report("engine-0", 2, 2.0)])
+    assert shared.proof("engine-0", 0)
+    shared.keep({"worker-1", "worker-2"})
+    assert shared.proof("engine-0", 0) == ""
+    assert shared.counts == {"engine-0": 6}
+    shared.take("worker-0", [report("engine-0", 5, 5.0)])  # another process of it
+    assert shared.proof("engine-0", 0)
+    assert shared.counts == {"engine-0": 11}

@@ -1,16 +1,27 @@
-"""Routing: bound, order, version floor and conservation under any sequence of events, and what a cached prefix is worth."""
+"""Routing: bound, order, version floor and conservation under any sequence of events, and what a cached prefix is worth;
+when false replies prove that a replica lies."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.rollout import routing
-from slipstream.rollout.routing import INITIAL_LENGTH, Assignment, ReplicaState, RouteRequest, RoutingTable
+from slipstream.rollout.routing import (
+    INITIAL_LENGTH,
+    SUSPICION_LEAK,
+    SUSPICION_LIMIT,
+    Assignment,
+    ReplicaState,
+    ReplicaSuspicion,
+    RouteRequest,
+    RoutingTable,
+)
 from slipstream.tests.tiers import examples
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
@@ -322,3 +333,65 @@ def test_how_long_completions_are_is_learnt() -> None:
     routing.enqueue(ask(900, 10, max_tokens=2))
     routing.assign()
     assert routing.replicas["a"].load == 10 + 9 + 10 + 2
+
+
+# --- false replies ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every", "ends"), [(1, True), (10, True), (40, True), (100, False), (1000, False)])
+def test_a_share_of_lies_is_proof_however_long_it_takes(every: int, ends: bool) -> None:
+    """One lie among `every` replies, for 20,000 replies."""
+    seen = ReplicaSuspicion()
+    for number in range(20_000):
+        if number % every == 0:
+            seen.add_false("a lie")
+        else:
+            seen.add_true()
+    assert seen.proven is ends
+    assert (seen.level < 2.0) is not ends
+
+
+def test_a_proof_is_not_taken_back() -> None:
+    seen = ReplicaSuspicion()
+    for _ in range(int(SUSPICION_LIMIT)):
+        seen.add_false("a lie")
+    assert not any(seen.add_true() for _ in range(1000))
+    assert (seen.proven, seen.level) == (True, SUSPICION_LIMIT)
+
+
+def test_a_level_is_reported_where_it_has_fallen_by_one_and_to_nothing() -> None:
+    seen = ReplicaSuspicion()
+    seen.add_false("a lie")
+    seen.add_false("a lie")
+    reported = [number for number in range(1, 200) if seen.add_true()]
+    assert len(reported) == 3
+    assert reported[-1] == pytest.approx(2 / SUSPICION_LEAK, abs=1)
+
+
+def lying(fleet: Fleet) -> RoutingTable:
+    """Of a router to which `a` has been proven to lie."""
+    routing, _ = routed(fleet)
+    for _ in range(int(SUSPICION_LIMIT)):
+        routing.replicas["a"].suspicion.add_false("a lie")
+    routing.set_failed("a", True)
+    return routing
+
+
+def at(state: Literal["starting", "serving"], *, url: str = "http://a", incarnation: int = 0) -> Fleet:
+    return Fleet(2, (ReplicaInfo("a", url, incarnation, state, 1 if state == "serving" else None),))
+
+
+def test_a_replica_that_was_proven_to_lie_serves_again_as_another_process_alone() -> None:
+    routing = lying(serving(0))
+    routing.set_failed("a", False)
+    assert not routing.replicas["a"].serving
+    for fleet in (at("starting"), at("serving"), at("serving", url="http://elsewhere")):
+        routing.update(fleet)
+        assert not routing.replicas["a"].serving
+        assert routing.replicas["a"].suspicion.count == SUSPICION_LIMIT
+        routing.enqueue(ask(0))
+        assert routing.assign() == []
+        routing.remove(0)
+    routing.update(at("serving", incarnation=1))
+    assert routing.replicas["a"].serving
+    assert routing.replicas["a"].suspicion.count == 0

@@ -123,7 +123,7 @@ class FalseReplies(msgspec.Struct, frozen=True):
     name: Name
     incarnation: Count
     count: Count  # since the router first used it
-    level: Annotated[float, Meta(ge=0.0, le=1e6)]  # of suspicion now, see `rollout.suspicion`
+    level: Annotated[float, Meta(ge=0.0, le=1e6)]  # of suspicion now, see `rollout.routing`
     why: Text  # what was wrong with the last one
 
 

@@ -11,18 +11,21 @@ Invariants:
   makes none.
 - A name is used once. A report about an earlier incarnation, or about a replica that has left, changes nothing.
 - A replica leaves on request only while another can take its requests: serving if it served, else at least starting.
+- A process of a replica is drained where the levels of suspicion (`rollout.routing`) of all routers that run add up to the limit.
+  What a router saw that has ended stays counted, but could never leak, and proves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from ...errors import ConfigError
-from ...weightsync.fleet import Fleet, ReplicaInfo
+from ...rollout.routing import SUSPICION_LIMIT
+from ...weightsync.fleet import FalseReplies, Fleet, ReplicaInfo
 
 
 class ReplicaListing(msgspec.Struct, frozen=True):
@@ -139,3 +142,33 @@ class FleetState:
             return
         self.fleet = Fleet(self.fleet.revision + 1, tuple(self._infos.values()))
         self._publish(self.fleet)
+
+
+class FleetSuspicion:
+    """What all routers of a run know. `counts` are the false replies of each replica by name, since the run started."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self._reports: dict[str, dict[tuple[str, int], FalseReplies]] = {}
+
+    def take(self, router: str, reports: Iterable[FalseReplies]) -> None:
+        """The newest that `router` reports, in place of what it reported before; it may be repeated."""
+        before, now = self._reports.get(router, {}), {(one.name, one.incarnation): one for one in reports}
+        self._reports[router] = now
+        for key, one in now.items():
+            known = before[key].count if key in before else 0
+            new = one.count - known if one.count >= known else one.count  # the router is another process now
+            if new:
+                self.counts[one.name] = self.counts.get(one.name, 0) + new
+
+    def keep(self, routers: Collection[str]) -> None:
+        """Drop the levels of all other routers: they have ended."""
+        self._reports = {router: reports for router, reports in self._reports.items() if router in routers}
+
+    def proof(self, name: str, incarnation: int) -> str:
+        """Why this process of a replica is drained; empty where it is not."""
+        found = [of[name, incarnation] for of in self._reports.values() if (name, incarnation) in of]
+        if sum(one.level for one in found) < SUSPICION_LIMIT:
+            return ""
+        last = max(found, key=lambda one: one.level)
+        return f"it goes on giving false replies, {sum(one.count for one in found)} so far; one of the last: {last.why}"

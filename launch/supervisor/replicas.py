@@ -29,11 +29,10 @@ from ...configs.engine_checks import SERVERS, nodes_of
 from ...errors import ConfigError, DeadlineExceeded, EngineError, with_deadline
 from ...monitor.terminal import View
 from ...rollout.engines.http_engine import HttpEngine
-from ...rollout.suspicion import FleetSuspicion
 from ...weightsync.fleet import FalseReplies, Fleet, ReplicaInfo, ReplicaReport
 from ..launchers.local import Launcher, Placement
 from .external import ExternalServer
-from .fleet import FleetState, ReplicaListing
+from .fleet import FleetState, FleetSuspicion, ReplicaListing
 from .pool import RolePool, Spawn
 from .processes import ProcessManager, RoleProcess
 
