@@ -17,8 +17,8 @@ import uvloop
 from aiohttp import web
 
 from ..buffer.messages import Ack
+from ..rollout.engines.base import UNPUSHED
 from ..rollout.engines.http_client import PUSH_KEEPALIVE_S
-from ..rollout.engines.http_engine import UNPUSHED
 from ..rollout.engines.server.protocol import Generated, Logprob
 from ..rollout.engines.vllm.client import VllmEngine
 from ..rpc.client import RpcClient

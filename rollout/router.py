@@ -16,7 +16,7 @@ Invariants:
   replica was fenced or exceeded its deadline.
 - A replica that failed or stopped responding gets no requests before it has computed something: a server may report health while
   its compute process hangs.
-- A false reply (`engines.reply_check`) counts against its replica, and none of its tokens is used: the router sends the request to
+- A false reply (`engines.http_engine`) counts against its replica, and none of its tokens is used: the router sends the request to
   another replica. One that goes on lying (`routing`) gets no requests any more; the supervisor is told, and restarts it.
 - A request that a server rejects is the caller's error; no other replica is tried.
 - When a cancelled caller gets control back, its request no longer runs on any server.

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
 from slipstream.rollout.engines import http_client
-from slipstream.rollout.engines.base import EngineFailure, FalseReply, SamplingParams
+from slipstream.rollout.engines.base import EngineFailure, FalseReply, SamplingParams, VersionClock
 from slipstream.rollout.engines.fake.faults import (
     NO_FAULTS,
     VARIABLE,
@@ -23,7 +23,6 @@ from slipstream.rollout.engines.fake.faults import (
     read_script,
     reported_logprob,
 )
-from slipstream.rollout.engines.reply_check import VersionClock
 from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 from slipstream.tests.conformance.kinds import KINDS

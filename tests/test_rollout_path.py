@@ -30,9 +30,9 @@ from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 ROOT = Path(__file__).parent.parent
 SOON = 60.0
 
-MAX_FILES = 13
-"""Product files of which a function runs before the trajectory is delivered, with the record as a tree (`agents/tree.py`), text as
-data (`agents/plain_text.py`) and the check of what a replica answers (`rollout/engines/reply_check.py`)."""
+MAX_FILES = 12
+"""Product files of which a function runs before the trajectory is delivered, with the record as a tree (`agents/tree.py`) and text
+as data (`agents/plain_text.py`)."""
 
 NOT_COUNTED = ("envs/", "buffer/", "common/", "errors.py")
 """The environment's own files, the types of leases and trajectories, and what every room uses."""

@@ -15,9 +15,15 @@ from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.errors import DeadlineExceeded, EngineError
 from slipstream.rollout.engines import http_client
-from slipstream.rollout.engines.base import EMPTY, EngineFailure, FalseReply, PartialCompletion, SamplingParams
-from slipstream.rollout.engines.http_engine import HttpEngine
-from slipstream.rollout.engines.reply_check import VersionClock, check_completion
+from slipstream.rollout.engines.base import (
+    EMPTY,
+    EngineFailure,
+    FalseReply,
+    PartialCompletion,
+    SamplingParams,
+    VersionClock,
+)
+from slipstream.rollout.engines.http_engine import HttpEngine, check_completion
 from slipstream.rollout.engines.sglang.client import SglangEngine
 from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny

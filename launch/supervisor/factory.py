@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ...learner.aux_models.aux_models import AuxModels
     from ...learner.backend import Backend, Scorer, ShardedModel
     from ...rollout.engines.access import ServerAccess
+    from ...rollout.engines.base import VersionClock
     from ...rollout.engines.http_engine import HttpEngine
-    from ...rollout.engines.reply_check import VersionClock
     from ...rollout.player import EpisodePlayer
     from ...rollout.reward_model import RewardModel
     from ...rollout.router import Router
@@ -117,7 +117,7 @@ async def make_router(
 ) -> AsyncIterator[Router]:
     """The router of role `name`, which follows the fleet; `report` sends what it knows of false replies to the supervisor. `buffer`
     knows which versions exist: the learner commits each before it pushes it. Without one there is version 0 alone."""
-    from ...rollout.engines.reply_check import VersionClock
+    from ...rollout.engines.base import VersionClock
     from ...rollout.router import Router
 
     rollout, access = context.config.rollout, await request_access(context, name)

@@ -37,7 +37,7 @@ class ReplicaListing(msgspec.Struct, frozen=True):
     url: str
     pid: int | None
     incarnation: int
-    false_replies: int = 0  # since the run started, see `rollout.engines.reply_check`
+    false_replies: int = 0  # since the run started, see `rollout.engines.http_engine`
     distrusted: str = ""  # why a process of it was ended for lying, where one was
     external: bool = False  # others started it, and its process has no number here
 

@@ -1,14 +1,20 @@
-"""What the engine contract (`http_engine.HttpEngine`) passes around: sampling parameters, loads, partial completions, failures."""
+"""What the engine contract (`http_engine.HttpEngine`) passes around: sampling parameters, loads, partial completions, failures, the
+versions that exist, and what servers report. Our own server shares it with the clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from ...agents.base import Completion
 from ...errors import EngineError
 from ..concurrency import EngineLoad as EngineLoad
+
+STREAM_INTERVAL = 16  # tokens per chunk of a stream; the first token has its own chunk
+UNPUSHED = "default"  # the version that vLLM and SGLang report for weights that they loaded themselves
+IMPOSSIBLE = -9999.0  # what servers report for a log-prob that is minus infinity or not a number
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -40,12 +46,45 @@ class PartialCompletion(msgspec.Struct):
             return EMPTY
 
 
+class OutputSpan(msgspec.Struct):
+    """Tokens `[start, end)` of a completion were sampled by `version`, as servers report it."""
+
+    version: str
+    start: int
+    end: int
+
+
+class ServerError(msgspec.Struct):
+    """An error in a stream, as servers report it."""
+
+    message: str = ""
+    code: int | str | None = None
+
+
+class VersionClock:
+    """The newest policy version that exists, as far as this process knows. `ask` returns the newest of the learner now; it is asked
+    only when a reply names a newer one, once for all replies that wait. Without it no newer version will ever exist."""
+
+    def __init__(self, newest: int = 0, ask: Callable[[], Awaitable[int]] | None = None) -> None:
+        self.newest = newest
+        self._ask = ask
+        self._asking = asyncio.Lock()
+
+    async def exists(self, version: int) -> bool:
+        """Whether the learner has made `version`. Raises what `ask` raises."""
+        if version > self.newest and self._ask is not None:
+            async with self._asking:
+                if version > self.newest:
+                    self.newest = max(self.newest, await self._ask())
+        return version <= self.newest
+
+
 class RequestRejected(EngineError):
     """The server refuses this request, as every other server would. The server itself is healthy."""
 
 
 class FalseReply(EngineError):
-    """The server answered what no honest server can: see `reply_check`. Nothing of the reply is used."""
+    """The server answered what no honest server can: see `check_completion` of `http_engine`. Nothing of the reply is used."""
 
 
 class EngineFailure(EngineError):

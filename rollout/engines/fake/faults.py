@@ -36,8 +36,7 @@ from aiohttp.typedefs import Middleware
 from ....configs.section import AboveZero, Positive
 from ....configs.yaml_text import parse
 from ....errors import ConfigError, EngineError
-from ..http_engine import OutputSpan
-from ..reply_check import IMPOSSIBLE
+from ..base import IMPOSSIBLE, OutputSpan
 from ..server.app import ENGINE
 from ..server.protocol import Generated, GenerateRequest, Logprob, Logprobs, WireChoice
 

@@ -20,8 +20,8 @@ from ....errors import SlipstreamError
 from ....weightsync.plan import GroupPlan, TransferPlan
 from ....weightsync.staging import WeightStaging
 from ..access import DESCRIPTION_PATH, OK, own_access, own_description
+from ..base import STREAM_INTERVAL
 from ..expert_codec import joined
-from ..http_engine import STREAM_INTERVAL
 from .contract import EngineServer
 from .engine_thread import EngineThread, Mode
 from .protocol import (

@@ -25,9 +25,8 @@ import numpy as np
 
 from ....agents.base import FinishReason
 from ....errors import EngineError, SlipstreamError
-from ..base import EngineLoad
+from ..base import UNPUSHED, EngineLoad, OutputSpan
 from ..expert_codec import encode
-from ..http_engine import UNPUSHED, OutputSpan
 from .contract import ModelRunner, SampledToken, Sequence
 from .protocol import CACHE, WEIGHTS, BadRequest, Logprobs, WireChoice, logprob
 

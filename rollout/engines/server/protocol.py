@@ -14,10 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-from ..base import SamplingParams
-from ..http_engine import OutputSpan, ServerError
+from ..base import IMPOSSIBLE, OutputSpan, SamplingParams, ServerError
 from ..image_parts import BadImage, ImagePart, check_places
-from ..reply_check import IMPOSSIBLE
 from .contract import RequestLimits, Sequence
 
 ABORT_PREFIX = "generate-tokens-"  # with the id, vLLM's internal name of a request, which `/abort_requests` takes

@@ -20,9 +20,9 @@ from ....common.images import PromptImage
 from ....configs.schema import Partial
 from ....errors import EngineError
 from ....weightsync.plan import GroupPlan, TransferPlan
-from ..base import EngineLoad, FalseReply, RequestRejected, SamplingParams
+from ..base import EngineLoad, FalseReply, OutputSpan, RequestRejected, SamplingParams, ServerError
 from ..http_client import REFUSALS
-from ..http_engine import Body, CompletionStream, HttpEngine, OutputSpan, ServerError
+from ..http_engine import Body, CompletionStream, HttpEngine
 from .plugin import COMMAND, LOADER
 
 CANARY_PRIORITY = 1  # priority of a score; higher goes first, and completions have 0

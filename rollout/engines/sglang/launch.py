@@ -26,8 +26,8 @@ from ....configs.engines import Sglang
 from ....configs.schema import Config
 from ....errors import ConfigError
 from ..access import ServerFiles
+from ..base import STREAM_INTERVAL
 from ..http_client import SERVER_KEEPALIVE_S
-from ..http_engine import STREAM_INTERVAL
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory, refuse_sleep_on_cpu
 from ..options import arguments_of, owned_arguments, refuse_owned
 from .plugin import GROUP, LOADER, NAME

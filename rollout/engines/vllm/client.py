@@ -14,10 +14,10 @@ from ....common.images import PromptImage
 from ....configs.schema import Partial
 from ....errors import EngineError
 from ....weightsync.plan import GroupPlan, TransferPlan
-from ..base import EngineLoad, RequestRejected, SamplingParams
+from ..base import STREAM_INTERVAL, EngineLoad, RequestRejected, SamplingParams
 from ..expert_codec import decode
 from ..http_client import REFUSALS, Disconnected
-from ..http_engine import STREAM_INTERVAL, Body, CompletionStream, HttpEngine
+from ..http_engine import Body, CompletionStream, HttpEngine
 from ..image_parts import image_parts
 from ..server.protocol import ABORT_PREFIX, AWAKE, CACHE, WEIGHTS, Generated
 
