@@ -40,7 +40,7 @@ from ..learner.algorithms import advantage_of
 from ..learner.algorithms.estimators import assign_advantages
 from ..learner.batch import TrainBatch, flatten, trainable
 from ..learner.batch_trainer import lacks_comparable
-from ..learner.checkpoint import CheckpointState
+from ..learner.checkpoint_folder import CheckpointState
 from ..learner.fsdp2 import attention
 from ..learner.fsdp2.backend import Fsdp2Backend
 from ..learner.packing import microbatches

@@ -21,7 +21,7 @@ from msgspec import structs
 from ..configs import Config
 from ..configs.evaluation import EvaluationSuite
 from ..errors import RoleDied
-from ..learner.checkpoint import path_of, read_state
+from ..learner.checkpoint_folder import path_of, read_state
 from ..monitor.series import evaluation_line, read_evaluations
 from ..monitor.terminal import View
 from . import evaluations

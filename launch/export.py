@@ -20,7 +20,7 @@ from ..configs import Config, load, run_config
 from ..configs.backends import FROZEN_VISION, Fsdp2
 from ..configs.evaluation import BEST
 from ..errors import ConfigError
-from ..learner.checkpoint import checkpoints, step_of
+from ..learner.checkpoint_folder import checkpoints, step_of
 from . import evaluations
 
 Step = int | str | None  # a learner step, `BEST`, or the newest checkpoint

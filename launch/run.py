@@ -225,7 +225,7 @@ def open_metrics(config: Config, stack: contextlib.ExitStack) -> MetricsServer |
 
 def _record_changes(run_dir: Path, before: Config, after: Config) -> None:
     """What a resumed run changes of its live settings, in `settings.jsonl`, before `config.yaml` has it."""
-    from ..learner.checkpoint import checkpoints, read_state
+    from ..learner.checkpoint_folder import checkpoints, read_state
 
     complete = checkpoints(run_dir / "checkpoints")
     state = read_state(complete[-1]) if complete else None

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..common.routed_experts import RouterShape
 from ..errors import LearnerError
-from .checkpoint import CheckpointState
+from .checkpoint_folder import CheckpointState
 from .distributed import all_ranks_agree, gather_rows, maximum_of
 from .packing import MicroBatch, scoring_microbatch
 from .router_replay import ReplayedChoices

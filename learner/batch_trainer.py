@@ -34,7 +34,7 @@ from .annotations import StepAnnotations, choose
 from .aux_models.aux_models import AuxModels
 from .backend import Backend
 from .batch import Group, TrainBatch, flatten, trainable, with_rows
-from .checkpoint import CheckpointState
+from .checkpoint_folder import CheckpointState
 from .distributed import is_peer_failure
 from .metrics import AuxModelsResult, PolicyStepResult
 from .packing import comparable_tokens

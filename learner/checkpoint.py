@@ -3,16 +3,15 @@
     save ──copy──> training goes on
              └──> a thread writes ──flush──rename──> the future is done: the checkpoint is complete
 
-Everything is written and flushed into a hidden sibling, then renamed: a folder named `step-*` is complete. It holds the weights
-that are trained and their AdamW state in the backend's own format, and `state.json`. Names that start with a dot are leftovers of a
-crash: they are never read, and the next save or prune removes them.
+Everything is written and flushed into a hidden sibling, then renamed: a folder named `step-*` is complete (`checkpoint_folder.py`).
+It holds the weights that are trained and their AdamW state in the backend's own format, and `state.json`.
 """
 
 from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,10 +26,9 @@ from ..common.fsio import apply_umask, replace_directory
 from ..common.image_processor import ImageProcessor
 from ..errors import CheckpointError, LearnerError
 from ..weightsync.transports import write_safetensors
+from .checkpoint_folder import STATE_FILE, CheckpointState
 from .distributed import is_peer_failure
 from .model import has_images, load_tokenizer
-
-STATE_FILE = "state.json"
 
 # Errors that mean missing or damaged files.
 READING = (OSError, EOFError, RuntimeError, ValueError, msgspec.DecodeError, UnpicklingError, CheckpointException)
@@ -38,15 +36,6 @@ READING = (OSError, EOFError, RuntimeError, ValueError, msgspec.DecodeError, Unp
 SHARD_BYTES = 1 << 30  # of a file of an exported model
 
 CLOSE_S = 5.0  # longest wait at the learner's end for a write that is under way
-
-
-class CheckpointState(msgspec.Struct, frozen=True):
-    """What a checkpoint contains: optimizer batches done, the policy version that they made, and the numbers that the algorithm
-    carries from step to step, by name."""
-
-    step: int
-    version: int
-    algorithm: dict[str, float] = {}
 
 
 class Saver:
@@ -84,33 +73,6 @@ class Saver:
         """Return when the write that was begun has ended, or after `CLOSE_S`."""
         if self._thread is not None:
             self._thread.join(CLOSE_S)
-
-
-def path_of(root: Path, step: int) -> Path:
-    return root / f"step-{step:08d}"
-
-
-def step_of(directory: Path) -> int:
-    return int(directory.name.removeprefix("step-"))
-
-
-def checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in root.glob("step-*") if (path / STATE_FILE).is_file())
-
-
-def prune(root: Path, keep: int, retained: Callable[[Collection[int]], Collection[int]] = lambda steps: ()) -> None:
-    """Remove all but the newest `keep` checkpoints, those that are `retained`, of all by their steps, and what crashes left behind.
-    One rank calls it, between saves."""
-    complete = checkpoints(root)
-    older = complete[:-keep]
-    stay = retained([step_of(path) for path in complete]) if older else ()
-    for path in [*(path for path in older if step_of(path) not in stay), *root.glob(".step-*")]:
-        shutil.rmtree(path)
-
-
-def read_state(directory: Path) -> CheckpointState:
-    return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=CheckpointState)
 
 
 def unreadable(directory: Path, error: BaseException) -> LearnerError:

@@ -19,7 +19,7 @@ from ..configs.schema import Learner
 from ..errors import CheckpointError, ConfigError, DeadlineExceeded, with_deadline
 from .aux_models.aux_models import AuxModels
 from .backend import Backend
-from .checkpoint import CheckpointState, checkpoints, path_of, prune, read_state, step_of
+from .checkpoint_folder import CheckpointState, checkpoints, path_of, prune, read_state, step_of
 from .model import MODEL_KEY
 
 log = logging.getLogger(__name__)

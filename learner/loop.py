@@ -54,7 +54,7 @@ from ..weightsync.publisher import Publisher
 from .aux_models.aux_models import AuxModels
 from .backend import Backend
 from .batch_trainer import BatchTrainer
-from .checkpoint import CheckpointState
+from .checkpoint_folder import CheckpointState
 from .checkpointing import COMMIT_S, Checkpointer, answered
 from .metrics import StepMetrics, StepTimer, summarize, without_loss
 from .replica_updates import ReplicaUpdates

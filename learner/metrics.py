@@ -18,7 +18,7 @@ from .algorithms.divergence import KL_COEFFICIENT
 from .algorithms.policy_loss import BY_STALENESS, effective_sample_size
 from .backend import BackendStepResult
 from .batch import ALL_TRAINED, Group, TrainBatch
-from .checkpoint import CheckpointState
+from .checkpoint_folder import CheckpointState
 
 
 class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ from .algorithms import loss_of, scores_first
 from .algorithms.divergence import KL_COEFFICIENT, coefficient_of, next_coefficient
 from .backend import Backend, BackendStepResult, LossOutput, PolicyLoss, TokenOutputs, listening
 from .batch import TrainBatch
-from .checkpoint import CheckpointState
+from .checkpoint_folder import CheckpointState
 from .metrics import PolicyStepResult
 from .packing import (
     MicroBatch,

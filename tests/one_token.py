@@ -14,7 +14,7 @@ from slipstream.learner.algorithms import advantage_of, returns_of
 from slipstream.learner.algorithms.estimators import assign_advantages
 from slipstream.learner.backend import Scorer
 from slipstream.learner.batch import make_batch
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.metrics import PolicyStepResult
 from slipstream.learner.packing import scoring_microbatch
 from slipstream.learner.step import PolicyStepper

@@ -8,7 +8,7 @@ import asyncio
 from slipstream.chaos.env import FlakyEnv
 from slipstream.envs import Message, StepResult
 
-TURN_S = 0.4
+TURN_S = 0.8
 
 PATIENT = ("env.factory=slipstream.tests.patient_env:PatientEnv", "rollout.max_episodes=16")
 """Of a run of the preset `chaos`: two groups, a batch, are played at a time."""

@@ -26,7 +26,7 @@ from slipstream.learner.algorithms.estimators import assign_advantages
 from slipstream.learner.aux_models.aux_models import AuxModels
 from slipstream.learner.backend import Backend
 from slipstream.learner.batch import Group, trainable
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.metrics import AuxModelsResult
 from slipstream.learner.step import PolicyStepper
 from slipstream.tests.columns import by_id, flat

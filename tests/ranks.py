@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Model
 from slipstream.launch.launchers.local import keep_port
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.distributed import join, new_gloo_group
 from slipstream.learner.fsdp2.backend import ON_CPU, TOGETHER, Fsdp2Backend
 from slipstream.tests.equality import LOSS, OPTIMIZER, SEQUENCE_MEAN, STEPS, TEMPERATURE, make_batch, make_rows

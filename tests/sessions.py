@@ -18,10 +18,9 @@ from slipstream.configs.schema import Agent as AgentSettings
 from slipstream.envs import EnvPart, TaskSource
 from slipstream.rollout.engines.base import SamplingParams
 from slipstream.rollout.env_guard import EpisodeLimits
-from slipstream.rollout.foreign_agent import through_gateway
+from slipstream.rollout.gateway_agents import self_played, through_gateway
 from slipstream.rollout.player import EpisodePlayer, EpisodeResult
 from slipstream.rollout.router import Router
-from slipstream.rollout.self_played import self_played
 from transformers import PreTrainedTokenizerBase
 
 

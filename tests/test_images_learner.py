@@ -25,7 +25,7 @@ from slipstream.configs.sft import Sft
 from slipstream.envs import Message, Observation
 from slipstream.errors import CheckpointError, LearnerError
 from slipstream.learner.batch import TrainBatch, supervised
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.fsdp2.attention import plan_sharing
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.packing import MicroBatch, microbatches, scoring_microbatch, to_microbatch

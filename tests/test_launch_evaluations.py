@@ -28,7 +28,7 @@ from slipstream.launch.launchers.local import LocalLauncher, ProcessHandle
 from slipstream.launch.run import resume, with_absolute_paths
 from slipstream.launch.supervisor.evaluations import CheckpointEvaluations
 from slipstream.launch.supervisor.processes import ProcessManager, RoleProcess
-from slipstream.learner.checkpoint import STATE_FILE, checkpoints, path_of, prune, read_state, step_of
+from slipstream.learner.checkpoint_folder import STATE_FILE, checkpoints, path_of, prune, read_state, step_of
 from slipstream.monitor.metrics import EVALUATION, read_lines, read_metrics
 from slipstream.monitor.recorder import Recorder
 from slipstream.monitor.series import read_evaluations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from slipstream.learner.checkpoint import checkpoints, read_state
+from slipstream.learner.checkpoint_folder import checkpoints, read_state
 from slipstream.tests.runs import SMALL, check_accounts, leftovers, metrics, slipstream
 
 MINE = "slipstream.tests.test_launch_own"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from slipstream import Run
 from slipstream.configs import Config, load
 from slipstream.errors import ConfigError, RoleDied, StateError
-from slipstream.learner.checkpoint import checkpoints, read_state
+from slipstream.learner.checkpoint_folder import checkpoints, read_state
 from slipstream.tests import plain
 from slipstream.tests.runs import (
     SMALL,

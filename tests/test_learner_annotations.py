@@ -15,7 +15,7 @@ from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Learner, Model, Optimizer
 from slipstream.learner.annotations import StepAnnotations, choose
 from slipstream.learner.batch import TrainBatch
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.step import PolicyStepper
 from slipstream.tests import tiny

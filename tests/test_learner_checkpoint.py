@@ -23,7 +23,7 @@ from slipstream.configs.schema import Model
 from slipstream.errors import LearnerError
 from slipstream.learner import checkpoint as folders
 from slipstream.learner.backend import Backend
-from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of, prune
+from slipstream.learner.checkpoint_folder import CheckpointState, checkpoints, path_of, prune
 from slipstream.learner.fsdp2 import checkpoint as fsdp2
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.megatron import checkpoint as megatron

@@ -23,7 +23,7 @@ from slipstream.learner.aux_models.aux_models import TRAINED, AuxModels
 from slipstream.learner.aux_models.base import LocalTrainableModel
 from slipstream.learner.aux_models.critic import Critic, explained_variance, value_loss
 from slipstream.learner.batch import Group, TrainBatch
-from slipstream.learner.checkpoint import CheckpointState, path_of
+from slipstream.learner.checkpoint_folder import CheckpointState, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.packing import MicroBatch
 from slipstream.tests.columns import Columns, by_id, credit, episodes_only, flat, to_train_batch

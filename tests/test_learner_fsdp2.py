@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from slipstream.configs.sft import Sft
 from slipstream.errors import ConfigError, LearnerError
-from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of, prune, read_state
+from slipstream.learner.checkpoint_folder import CheckpointState, checkpoints, path_of, prune, read_state
 from slipstream.learner.packing import scoring_microbatch
 from slipstream.learner.sft import HeldOut, SftProgress, negative_log_likelihood, run_sft
 from slipstream.tests.equality import (

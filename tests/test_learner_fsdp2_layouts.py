@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from slipstream.configs.backends import Fsdp2
 from slipstream.errors import ConfigError, LearnerError
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.tests.equality import LOSS, assert_bfloat16_noise, assert_three_steps, make_model, make_rows, plain_loop
 from slipstream.tests.ranks import (
     DEADLINE_S,

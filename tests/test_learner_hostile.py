@@ -38,7 +38,7 @@ from slipstream.errors import (
 )
 from slipstream.learner.algorithms.policy_loss import Tokens
 from slipstream.learner.batch_trainer import UnusableBatch, may_be_data
-from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of
+from slipstream.learner.checkpoint_folder import CheckpointState, checkpoints, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import StepMetrics

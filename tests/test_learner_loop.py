@@ -21,7 +21,7 @@ from slipstream.errors import DeadlineExceeded, EngineError, LearnerError
 from slipstream.learner import batch_trainer
 from slipstream.learner.backend import BackendStepResult, PolicyLoss
 from slipstream.learner.batch import TrainBatch, flatten
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import AuxModelsResult, StepMetrics
 from slipstream.learner.packing import MicroBatch

@@ -19,7 +19,7 @@ from slipstream.configs.schema import Learner, Model
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.launch import preflight
 from slipstream.launch.run_inputs import RunInputs
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.logprobs import token_logprobs
 from slipstream.learner.megatron.backend import MegatronBackend, MegatronModel
 from slipstream.learner.megatron.fit import check_family, check_layout

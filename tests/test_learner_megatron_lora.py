@@ -17,7 +17,7 @@ from slipstream.configs.backends import Fsdp2, Megatron
 from slipstream.configs.schema import Model
 from slipstream.errors import LearnerError
 from slipstream.learner.backend import Backend
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.megatron.backend import MegatronModel
 from slipstream.learner.packing import scoring_microbatch

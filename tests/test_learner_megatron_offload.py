@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from slipstream.configs.backends import Megatron
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.megatron import offload
 from slipstream.learner.megatron.backend import MegatronBackend
 from slipstream.learner.megatron.offload import HostAdamW

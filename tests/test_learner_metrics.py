@@ -4,7 +4,7 @@ import pytest
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.messages import BatchPlan, Stats
 from slipstream.learner.backend import BackendStepResult
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.metrics import RATE_S, AuxModelsResult, PolicyStepResult, StepMetrics, StepTimer, summarize
 from slipstream.tests.columns import joined
 from slipstream.weightsync.plan import PushReport

@@ -17,7 +17,7 @@ from slipstream.configs import load
 from slipstream.configs.algorithm import Algorithm, Grpo, PythonFunction, Sapo
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.algorithms import advantage_of, loss_of, own
-from slipstream.learner.checkpoint import checkpoints, read_state
+from slipstream.learner.checkpoint_folder import checkpoints, read_state
 from slipstream.tests.columns import episodes_only
 from slipstream.tests.test_learner_hostile import Replica
 from slipstream.tests.test_learner_losses import make_row, make_sequences, one_rank

@@ -38,7 +38,7 @@ from slipstream.learner.algorithms import advantage_of, loss_of
 from slipstream.learner.algorithms.divergence import KL_COEFFICIENT, next_coefficient
 from slipstream.learner.aux_models.critic import value_loss
 from slipstream.learner.batch import TrainBatch, make_batch
-from slipstream.learner.checkpoint import CheckpointState, read_state
+from slipstream.learner.checkpoint_folder import CheckpointState, read_state
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.packing import microbatches, to_microbatch, with_proximal
 from slipstream.learner.step import PolicyStepper

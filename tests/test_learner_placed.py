@@ -26,7 +26,7 @@ from slipstream.learner.aux_models.remote import RemoteModel
 from slipstream.learner.aux_models.service import AuxModelService
 from slipstream.learner.backend import Backend, ShardedModel
 from slipstream.learner.batch import TrainBatch, supervised
-from slipstream.learner.checkpoint import CheckpointState, path_of
+from slipstream.learner.checkpoint_folder import CheckpointState, path_of
 from slipstream.rpc import security as curve
 from slipstream.rpc import wire
 from slipstream.rpc.security import PeerTable, make_pair

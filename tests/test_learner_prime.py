@@ -25,7 +25,7 @@ from slipstream.learner.algorithms.token_estimators import process_loss
 from slipstream.learner.aux_models.aux_models import AuxModels
 from slipstream.learner.aux_models.base import LocalModel, LocalTrainableModel
 from slipstream.learner.batch import Group, trainable
-from slipstream.learner.checkpoint import CheckpointState, path_of
+from slipstream.learner.checkpoint_folder import CheckpointState, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.tests.columns import Columns, credit, episodes_only, flat, to_train_batch
 from slipstream.tests.test_learner_credit import branches

@@ -15,7 +15,7 @@ from slipstream.configs.schema import Learner, Model, Optimizer
 from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.batch import TrainBatch
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.packing import microbatches, mismatch, with_proximal
 from slipstream.learner.step import PolicyStepper

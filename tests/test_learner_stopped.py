@@ -13,7 +13,7 @@ from slipstream.buffer.trajectory import FINISHED
 from slipstream.configs.schema import Buffer, Learner
 from slipstream.errors import DeadlineExceeded
 from slipstream.learner import checkpointing
-from slipstream.learner.checkpoint import checkpoints, path_of
+from slipstream.learner.checkpoint_folder import checkpoints, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.tests.episodes import trajectory
 from slipstream.tests.test_buffer_service import serving

@@ -34,7 +34,7 @@ from slipstream.learner.algorithms.estimators import assign_advantages
 from slipstream.learner.annotations import choose
 from slipstream.learner.backend import BackendStepResult
 from slipstream.learner.batch import NO_VERSION, TrainBatch, flatten, trainable, with_rows
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.checkpoint_folder import CheckpointState
 from slipstream.learner.metrics import PolicyStepResult, summarize
 from slipstream.learner.packing import mismatch
 from slipstream.learner.step import LargestRatios, PolicyStepper

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...configs import Config
 from ...errors import ConfigError, DeadlineExceeded, RoleDied
-from ...learner.checkpoint import checkpoints, prune, step_of
+from ...learner.checkpoint_folder import checkpoints, prune, step_of
 from ...monitor.terminal import View
 from .. import evaluations
 from .processes import ProcessManager, RoleProcess

@@ -157,8 +157,7 @@ async def make_agents(config: Config) -> AsyncIterator[tuple[Agent, Agent]]:
     gateway, which is open until the end."""
     from ...agents import Gateway, is_foreign, load_agent
     from ...agents.command import CommandAgent
-    from ...rollout.foreign_agent import through_gateway
-    from ...rollout.self_played import self_played
+    from ...rollout.gateway_agents import self_played, through_gateway
 
     async with contextlib.AsyncExitStack() as stack:
         if config.agent.kind == COMMAND:

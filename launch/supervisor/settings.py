@@ -30,7 +30,7 @@ from ...common.fsio import write_atomic
 from ...common.tasks import in_thread
 from ...configs import LIVE, RUN_CONFIG, Config, changed_live, check, dump
 from ...errors import ConfigError, DeadlineExceeded, SlipstreamError, with_deadline
-from ...learner.checkpoint import checkpoints, read_state
+from ...learner.checkpoint_folder import checkpoints, read_state
 from ...monitor.settings import SETTINGS, LiveSetting, SettingChange, append_changes
 from ...monitor.terminal import View
 from ...rpc.client import RpcClient

@@ -48,7 +48,7 @@ from ...common.tasks import Stopped, run_or_stop
 from ...configs import Config
 from ...configs.engines import Fake
 from ...errors import Interrupted, first_cause, with_deadline
-from ...learner.checkpoint import checkpoints, read_state
+from ...learner.checkpoint_folder import checkpoints, read_state
 from ...monitor.log import logged_to
 from ...monitor.metrics_server import MetricsServer
 from ...monitor.output import discard_output

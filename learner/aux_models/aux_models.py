@@ -29,7 +29,7 @@ from ...errors import LearnerError
 from ...rpc.client import RpcClient
 from ..algorithms.divergence import coefficient_of, kl_estimate
 from ..batch import TrainBatch, trainable
-from ..checkpoint import STATE_FILE, CheckpointState, path_of, prune
+from ..checkpoint_folder import STATE_FILE, CheckpointState, path_of, prune
 from ..metrics import AuxModelsResult
 from ..packing import minibatches
 from .base import LocalModel, LocalTrainableModel, Outputs, Pending, learns_from_episodes

@@ -27,7 +27,7 @@ from ...configs.schema import Learner
 from ..algorithms.token_estimators import process_loss
 from ..backend import Backend, Scorer
 from ..batch import TrainBatch
-from ..checkpoint import CheckpointState
+from ..checkpoint_folder import CheckpointState
 from ..metrics import AuxModelsResult, mean_over
 from ..packing import microbatches, plan_steps, share, to_microbatch
 from .critic import explained_variance, value_loss

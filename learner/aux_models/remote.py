@@ -25,7 +25,7 @@ from ...configs.schema import Learner
 from ...errors import DeadlineExceeded, LearnerError, with_deadline
 from ...rpc.client import RpcClient
 from ..batch import TrainBatch, make_batch
-from ..checkpoint import CheckpointState
+from ..checkpoint_folder import CheckpointState
 from ..distributed import broadcast_from_first
 from ..metrics import AuxModelsResult
 from .base import Outputs, Pending, in_order

@@ -34,7 +34,7 @@ from ...errors import ConfigError
 from .. import checkpoint as folders
 from .. import lora
 from ..backend import Backend, PolicyLoss, ShardedModel
-from ..checkpoint import CheckpointState, Saver
+from ..checkpoint_folder import CheckpointState
 from ..distributed import all_ranks_agree, choose_device, device_of_sums, new_gloo_group
 from ..freed_memory import FreedMemory
 from ..logprobs import token_logprobs
@@ -310,7 +310,7 @@ class Fsdp2Backend(Backend, Fsdp2Model):
             betas=optimizer.betas,
             fused=self.device.type == "cuda",  # CUDA's kernel, one for all tensors, and one call of FSDP's for them
         )
-        self._saver = Saver(new_gloo_group(timeout_s))
+        self._saver = folders.Saver(new_gloo_group(timeout_s))
 
     def _backward(self, rows: Sequence[MicroBatch], loss: PolicyLoss, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from ...configs.backends import FROZEN_VISION
 from ...errors import CheckpointError
 from .. import lora
-from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
+from ..checkpoint import READING, Saver, unreadable
+from ..checkpoint_folder import CheckpointState, read_state
 from .experts import DividedExperts
 
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)

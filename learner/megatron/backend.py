@@ -38,7 +38,8 @@ from ...weightsync.weight_check import merge
 from .. import checkpoint as folders
 from .. import lora
 from ..backend import Backend, PolicyLoss, ShardedModel
-from ..checkpoint import CheckpointState, Saver
+from ..checkpoint import Saver
+from ..checkpoint_folder import CheckpointState
 from ..distributed import all_ranks_agree, choose_device, join, new_gloo_group
 from ..freed_memory import FreedMemory
 from ..logprobs import token_logprobs

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ...errors import CheckpointError
-from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
+from ..checkpoint import READING, Saver, unreadable
+from ..checkpoint_folder import CheckpointState, read_state
 from ..lora import other_rank
 from .family import MegatronPolicy
 from .mapping import ADAPTERS

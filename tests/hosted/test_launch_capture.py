@@ -15,6 +15,7 @@ from slipstream.chaos.hosts import Hosts
 from slipstream.rpc.security import make_pair
 from slipstream.tests import forkgate
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
+from slipstream.tests.patient_env import PATIENT
 from slipstream.tests.runs import check_accounts, tiny_policy
 from slipstream.tests.secrets_search import (
     forms,
@@ -134,7 +135,7 @@ def test_no_frame_between_hosts_holds_a_secret(four: Hosts, tmp_path: Path) -> N
         "learner.checkpoint_every=2",
         "launch.heartbeat_s=60",
     )
-    arguments = (f"model.path={policy}", *CLUSTER, *settings)
+    arguments = (f"model.path={policy}", *CLUSTER, *settings, *PATIENT)
     run_dir = tmp_path / "run"
     collector = SecretCollector(run_dir)
     with forkgate.gated(), captured(four, tmp_path) as files:

@@ -168,7 +168,7 @@ LAYOUTS = {
 def test_a_learner_on_two_hosts_pushes_its_weights_across(
     four: Hosts, layout: str, policy: Path, tmp_path: Path
 ) -> None:
-    settings = (*CLUSTER, "rollout.workers=1", *LAYOUTS[layout])
+    settings = (*CLUSTER, "rollout.workers=1", *PATIENT, *LAYOUTS[layout])
     with HostedRun(four, tmp_path / "run", "chaos", f"model.path={policy}", *settings) as run:
         run.until_steps(3)
         run.call("replicas", str(run.run_dir), "add", "--wait")
