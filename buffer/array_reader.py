@@ -16,7 +16,7 @@ import numpy as np
 
 from ..common.tasks import in_thread
 from ..errors import StateError, with_deadline
-from .encoded import checksum_of, header_of, trajectory_of
+from .encoded import checksum_of, with_arrays
 from .segments import read_arrays, starts_of
 from .trajectory import NOWHERE, BatchRow, Trajectory
 
@@ -71,7 +71,7 @@ class ArrayReader:
             return f"has {len(arrays)} of {row.nbytes} bytes"
         if checksum_of(arrays) != row.checksum:
             return "is damaged: it holds other bytes than were delivered"
-        self._found[row.id] = trajectory_of(header_of(row), np.frombuffer(arrays, np.uint8))
+        self._found[row.id] = with_arrays(row, np.frombuffer(arrays, np.uint8))
         return ""
 
     def _why(self) -> str:

@@ -117,6 +117,13 @@ def trajectory_of(header: tuple[Any, ...], arrays: NDArray[np.uint8]) -> Traject
     return Trajectory(*header, token_ids=ids, behavior_logprobs=logprobs, loss_mask=mask, experts=experts)
 
 
+def with_arrays(row: BatchRow, arrays: NDArray[np.uint8]) -> Trajectory:
+    """The trajectory that the buffer holds `arrays` of. Raises WireError where they are of another length."""
+    if len(arrays) != row.nbytes:
+        raise WireError(f"trajectory {row.id!r}: {len(arrays)} bytes of arrays came for {row.length} tokens")
+    return trajectory_of(header_of(row), arrays)
+
+
 def split_arrays(arrays: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.bool_]]:
     """Token ids, log-probs and loss mask: int32[T], float32[T], bool[T], which are views of uint8[9 T]."""
     tokens = len(arrays) // TOKEN_BYTES
