@@ -22,8 +22,9 @@ Invariants:
 - The commit comes after the optimizer step and before the weights are gathered, so no rank asks for a batch too early.
 - Only rank 0 commits, publishes, reports and prunes.
 - Settings that change while the run goes on are those that rank 0 knows when a batch was taken: all ranks step with the same.
-- A batch that cannot be trained on is set aside (`unusable`). Where a rank proves which group is at fault, all ranks take the batch
-  again without it. Where a step fails by what may be the data, the rank tells the buffer and ends; the step is tried once more.
+- A batch that cannot be trained on is set aside (`batch_trainer`). Where a rank proves which group is at fault, all ranks take the
+  batch again without it. Where a step fails by what may be the data, the rank tells the buffer and ends; the step is tried once
+  more.
 - The ranks agree on a stop between two steps. A stop leaves a checkpoint of the last commit; where the buffer has ended for good
   in the midst of a commit, the next start goes on from the checkpoint before.
 - No rank steps before all replicas sleep, in a run in which they do. Whatever becomes of the batch, they wake before the next is
@@ -53,6 +54,7 @@ from ..errors import DeadlineExceeded, StateError
 from ..weightsync.publisher import Publisher
 from .aux_models.aux_models import AuxModels
 from .backend import Backend
+from .batch import TrainBatch
 from .batch_trainer import BatchTrainer
 from .checkpoint_folder import CheckpointState
 from .checkpointing import COMMIT_S, Checkpointer, answered
@@ -227,9 +229,7 @@ class TrainingLoop:
         with self._in_phase("commit", state.version):
             self.state = state = await self._commit(state, self._trainer.carried(batch, result))
             self._annotate(state.version, seen.finish())
-            self._timer.stepped(
-                await self._answered(self._buffer.stats(), "the buffer's counts"), int(batch.sizes.sum())
-            )
+            await self._note_step(batch)
         with self._in_phase("publish", state.version):
             push = await self._updates.publish(state.version)
         with self._in_phase("checkpoint", state.version):
@@ -249,9 +249,7 @@ class TrainingLoop:
         with self._in_phase("commit", state.version):
             await self._give_up(taken, "critic_warmup")
             self.state = state = msgspec.structs.replace(state, step=state.step + 1)
-            self._timer.stepped(
-                await self._answered(self._buffer.stats(), "the buffer's counts"), int(batch.sizes.sum())
-            )
+            await self._note_step(batch)
         with self._in_phase("publish", state.version):
             push = await self._updates.no_push(state.version)
         with self._in_phase("checkpoint", state.version):
@@ -316,6 +314,10 @@ class TrainingLoop:
         if self._backend.rank == 0:
             await self._answered(self._buffer.commit(state.version), "the buffer to commit a step")
         return CheckpointState(step=state.step + 1, version=state.version + 1, algorithm=carried)
+
+    async def _note_step(self, batch: TrainBatch) -> None:
+        stats = await self._answered(self._buffer.stats(), "the buffer's counts")
+        self._timer.stepped(stats, int(batch.sizes.sum()))
 
     async def _answered(self, request: Coroutine[Any, Any, T], waits_for: str) -> T:
         return await answered(request, self._stop, COMMIT_S, waits_for)

@@ -38,7 +38,6 @@ from ...weightsync.weight_check import merge
 from .. import checkpoint as folders
 from .. import lora
 from ..backend import Backend, PolicyLoss, ShardedModel
-from ..checkpoint import Saver
 from ..checkpoint_folder import CheckpointState
 from ..distributed import all_ranks_agree, choose_device, join, new_gloo_group
 from ..freed_memory import FreedMemory
@@ -206,7 +205,7 @@ class MegatronBackend(Backend, MegatronModel):
             self.routers = read_routers(model.path)
         super().__init__(model, layout, temperature=temperature, timeout_s=timeout_s)
         checkpoint.begin_states(self._optimizer)
-        self._saver = Saver(new_gloo_group(timeout_s))
+        self._saver = folders.Saver(new_gloo_group(timeout_s))
 
     def _backward(self, rows: Sequence[MicroBatch], loss: PolicyLoss, tokens: int) -> dict[str, float]:
         def row_loss(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> Output:
