@@ -16,7 +16,6 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 
-import torch
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from transformers import PreTrainedModel
@@ -25,6 +24,7 @@ from ..base import EngineLoad
 from ..server.contract import DecodingSequence, SampledToken, Sequence
 from ..server.launch import Options
 from ..server.protocol import CACHE
+from ..server.sampling import score
 from .faults import FaultInjector, hit_in_thread, reported_logprob
 from .law import BLOCK, EngineLaw
 
@@ -97,11 +97,8 @@ class EmulatedModelRunner:
     def allocate_cache(self) -> None:
         """There is none to allocate."""
 
-    @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        ids = torch.tensor([token_ids], device=self.model.device)
-        logprobs = self.model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return score(self.model, token_ids)
 
     def get_load(self) -> EngineLoad:
         return EngineLoad(len(self._running), len(self._waiting), 0.0)

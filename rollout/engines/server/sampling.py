@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 from ..base import SamplingParams
 
@@ -56,3 +57,12 @@ def _truncate(logits: torch.Tensor, samplings: Sequence[SamplingParams], greedy:
     outside[:, -1] = False
     values = values.masked_fill(outside, -torch.inf)
     return torch.empty_like(logits).scatter_(1, order, values)
+
+
+@torch.inference_mode()
+def score(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
+    """Log-probs in nats of `token_ids[1:]` at temperature 1, from a forward pass without a cache."""
+    tokens = torch.tensor([token_ids], device=model.device)
+    logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+    chosen = logits.gather(1, tokens[0, 1:, None]).squeeze(1)
+    return (chosen - logits.logsumexp(-1)).tolist()

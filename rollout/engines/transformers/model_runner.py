@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from ..base import EngineLoad
 from ..server.contract import DecodingSequence, SampledToken, Sequence
-from ..server.sampling import draw
+from ..server.sampling import draw, score
 from .expert_recorder import ExpertRecorder
 from .images import SeenImages
 from .paging import PriorityScheduler, SaltedCache, lay_out
@@ -111,12 +111,8 @@ class TransformersModelRunner:
     def allocate_cache(self) -> None:
         self._cache.allocate()
 
-    @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        tokens = torch.tensor([token_ids], device=self._device)
-        logits = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-        chosen = logits.gather(1, tokens[0, 1:, None]).squeeze(1)
-        return (chosen - logits.logsumexp(-1)).tolist()
+        return score(self.model, token_ids)
 
     def get_load(self) -> EngineLoad:
         scheduler = self._scheduler
