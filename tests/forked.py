@@ -45,8 +45,9 @@ class Request(NamedTuple):
 
 def become(request: Request, fds: Sequence[int]) -> None:
     """Be the process that was asked for, up to its first instruction."""
-    moved = _above(fds)
-    for target, fd in zip((0, 1, 2, *request.passed), moved, strict=True):
+    targets = (0, 1, 2, *request.passed)
+    moved = _above(fds, max(targets))
+    for target, fd in zip(targets, moved, strict=True):
         os.dup2(fd, target)
     for fd in moved:
         os.close(fd)
@@ -62,9 +63,9 @@ def become(request: Request, fds: Sequence[int]) -> None:
         request.preexec()
 
 
-def _above(fds: Sequence[int]) -> list[int]:
-    """The same files at descriptors that no process is given by number; the old ones are closed."""
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 500) for fd in fds]
+def _above(fds: Sequence[int], last: int) -> list[int]:
+    """The same files at descriptors above `last`, the highest that the process is given by number; the old ones are closed."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, last + 1) for fd in fds]
     for fd in fds:
         os.close(fd)
     return moved

@@ -1,6 +1,7 @@
 """A process that is forked for a test is what it would be if it had been executed."""
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -77,6 +78,18 @@ def test_it_has_its_own_everything(how: str, tmp_path) -> None:
         "interrupt": signal.SIGINT not in inherited,
         "fds": [write],
     }
+
+
+def test_descriptors_keep_their_high_numbers(how: str) -> None:
+    """A process of tests may have hundreds of descriptors open: a child is given some of the highest."""
+    read, write = os.pipe()
+    high = [fcntl.fcntl(write, fcntl.F_DUPFD, number) for number in range(500, 503)]
+    code = f"import os, slipstream.tests; [os.write(fd, b'%d ' % fd) for fd in {high}]"
+    with start(code, pass_fds=high) as process:
+        assert process.wait() == 0
+    assert os.read(read, 100).split() == [b"%d" % number for number in high]
+    for fd in (read, write, *high):
+        os.close(fd)
 
 
 def test_others_see_its_command_line_and_environment(how: str) -> None:
