@@ -66,7 +66,7 @@ CREATE TABLE IF NOT EXISTS tasks (  -- sums over all groups and episodes of a ta
     env INTEGER NOT NULL, task INTEGER NOT NULL,  -- as in `groups`
     id TEXT NOT NULL,           -- the environment's name of the task, empty before its first attempt
     groups INTEGER NOT NULL, attempts INTEGER NOT NULL, solves INTEGER NOT NULL, streak INTEGER NOT NULL,
-    version INTEGER NOT NULL,   -- see samplers.TaskStatistics
+    version INTEGER NOT NULL,   -- see task_table.TaskStatistics
     PRIMARY KEY (env, task)
 ) WITHOUT ROWID;
 CREATE VIEW IF NOT EXISTS rates AS  -- an epoch gives a row of a data set another number, but the same id

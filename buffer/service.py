@@ -43,8 +43,9 @@ from .task_table import SequentialSampler, TaskSampler, TaskTable
 log = logging.getLogger(__name__)
 # Messages of one round, one transaction, and the bytes after which it takes no more. More would only delay the first reply.
 ROUND, ROUND_BYTES = 512, 16 << 20
-# Longest wait for the disk to take one round, which takes milliseconds. A write that hangs cannot be cancelled.
-STORE_S = 120.0
+# Longest wait for the disk to take one round, which takes milliseconds. A write that hangs cannot be cancelled: the process ends,
+# and another one is there before clients give up (`Config.reply_s`).
+STORE_S = 40.0
 # How long the storing thread waits for the interpreter while the other decodes messages, which it does after every
 # statement. Python's default, 5 ms, is as long as a write.
 SWITCH_INTERVAL_S = 1e-3

@@ -124,26 +124,26 @@ class Store:
         self.path = path
         self.images = ImageFiles(path.parent)
         self._shrinking = False
-        self._db = connect(path, "rwc")
-        try:
-            require_schema(self._db, path, new=True)
-            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")  # what is acknowledged survives a crash of the host, too
-            self._db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-            self._db.execute("PRAGMA temp_store = MEMORY")
-            self._db.executescript(SCHEMA)
-            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            (end,) = self._db.execute(retention.END).fetchone()
-            self._segments = SegmentLog(segments_path(path), end)
-            self._reserved = self._segments.end
-            self._segments.delete_unnamed(self._is_named)
-        except StoreError:
-            self._db.close()
-            raise
-        except (sqlite3.Error, OSError) as error:
-            self._db.close()
-            raise store_error(f"cannot prepare the buffer {path}", error) from None
+        with contextlib.ExitStack() as opened:  # closed where what follows fails
+            self._db = connect(path, "rwc")
+            opened.callback(self._db.close)
+            try:
+                require_schema(self._db, path, new=True)
+                self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = FULL")  # what is acknowledged survives a crash of the host, too
+                self._db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+                self._db.execute("PRAGMA temp_store = MEMORY")
+                self._db.executescript(SCHEMA)
+                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                (end,) = self._db.execute(retention.END).fetchone()
+                self._segments = SegmentLog(segments_path(path), end)
+                opened.callback(self._segments.close)
+                self._reserved = self._segments.end
+                self._segments.delete_unnamed(self._is_named)
+            except (sqlite3.Error, OSError) as error:
+                raise store_error(f"cannot prepare the buffer {path}", error) from None
+            opened.pop_all()
 
     def close(self) -> None:
         self._segments.close()

@@ -28,7 +28,8 @@ from .audit_log import (
 
 def audited_client(context: RunContext, name: str) -> AuditedClient:
     """A client of the run's buffer for role `name`."""
-    client = AuditedClient(context.addresses.buffer, name, context.addresses.buffer_shards)
+    addresses, deadline_s = context.addresses, context.config.reply_s
+    client = AuditedClient(addresses.buffer, name, addresses.buffer_shards, deadline_s=deadline_s)
     client.audit_log = AuditLog(Path(context.run_dir), name, client.incarnation)
     return client
 

@@ -314,6 +314,11 @@ class Config(Section, frozen=True):
         return max(self.rollout.request_s, 120.0)
 
     @property
+    def reply_s(self) -> float:
+        """Longest wait for a reply of the buffer. One that falls silent is killed after `launch.heartbeat_s`, and starts again."""
+        return max(60.0, self.launch.heartbeat_s + 30.0)
+
+    @property
     def score_s(self) -> float:
         """Longest wait for a reward model's score. An episode that ends while the reward server is down waits for its restart."""
         return max(self.rollout.episode_s, self.rollout.engine.start_s + 60.0)

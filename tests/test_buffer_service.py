@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from slipstream.buffer import client as client_module
 from slipstream.buffer import messages as m
+from slipstream.buffer import service as service_module
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.ledger_report import ledger_report
@@ -26,6 +27,7 @@ from slipstream.buffer.segments import segments_path
 from slipstream.buffer.service import LEASE_S
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
+from slipstream.configs import load
 from slipstream.configs.schema import Buffer
 from slipstream.errors import DeadlineExceeded, StateError, StoreError
 from slipstream.rpc import wire
@@ -804,7 +806,10 @@ async def test_a_failed_write_ends_the_service_and_nothing_is_acknowledged(
 async def test_a_disk_that_hangs_is_named_and_nothing_is_acknowledged(
     path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lock that another process holds keeps the write as a disk would; SQLite would wait for it much longer."""
+    """A lock that another process holds keeps the write as a disk would; SQLite would wait for it much longer. Clients wait longer
+    than the service: another one may start before they give up."""
+    assert load("quickstart").reply_s > service_module.STORE_S + 15
+    assert load("quickstart", ["launch.heartbeat_s=100"]).reply_s > 100
 
     def hangs() -> None:
         monkeypatch.setattr("slipstream.buffer.service.STORE_S", 0.3)

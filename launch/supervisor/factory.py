@@ -23,7 +23,7 @@ from ...configs.schema import Config, Model
 from ...configs.sft import SftConfig
 from ...errors import ConfigError
 from ...weightsync.fleet import FalseReplies, ReplicaInfo, following_fleet
-from ..image_checks import SERVERS
+from ..image_checks import IMAGE_ENGINES
 from ..peers import following_peers, request_access, trusting
 from ..resources import ranks_of
 from ..run_context import RunContext
@@ -77,7 +77,7 @@ def make_engine(
         access=access.of(replica.name, replica.certificate),
         versions=versions,
         routers=read_routers(config.model.path) if REPLAY in config.learner.backend.options else None,
-        takes_images=isinstance(engine, SERVERS) and has_images(config.model.path),
+        takes_images=isinstance(engine, IMAGE_ENGINES) and has_images(config.model.path),
     )
 
 
@@ -88,7 +88,8 @@ def make_buffer_client(context: RunContext, name: str) -> BufferClient:
         return factory(context, name)
     from ...buffer.client import BufferClient
 
-    return BufferClient(context.addresses.buffer, name, context.addresses.buffer_shards)
+    addresses, deadline_s = context.addresses, context.config.reply_s
+    return BufferClient(addresses.buffer, name, addresses.buffer_shards, deadline_s=deadline_s)
 
 
 def _named_by(variable: str) -> Callable[..., Any] | None:
