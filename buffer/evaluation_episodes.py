@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from ..common.outcomes import FAILED
-from ..errors import StoreError, WireError
+from ..errors import StoreError
 from .admission import ReplayCounters
 from .encoded import DeliveredTrajectory, EncodedTrajectory
 from .group_table import Episode, Group
@@ -42,7 +42,7 @@ ACCOUNT = "evaluation"  # of its tokens
 EPISODES_WAITING = 256  # for the disk
 AT_ONCE = 64  # episodes of one transaction
 INTERRUPTED = " (interrupted)"
-END_S = 30.0  # longest wait for them at the end
+END_S = 20.0  # longest wait for them at the end
 
 
 class _Played(NamedTuple):
@@ -97,18 +97,25 @@ class EvaluationEpisodes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Return when what was recorded is in the file, or after `END_S`: the thread is a daemon. It blocks: an event loop calls it
+        in a thread."""
         if self._store is None:
             return
-        try:
+        until = time.monotonic() + END_S
+        with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=END_S)
-        except queue.Full:  # the disk hangs; the thread is a daemon
-            return
-        self._thread.join(END_S)
+            self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("the last episodes of this evaluation may not be in %s: its disk hangs", self._path)
         if self.dropped:
             log.warning("%d episodes of evaluations are not in %s", self.dropped, self._path)
 
     def reserve(self, label: str, groups: int) -> int:
-        """The number of the first of so many groups, which no other evaluation of the run has. The evaluation `label` begins."""
+        """The number of the first of so many groups, which no other evaluation of the run has. The evaluation `label` begins. It
+        blocks, as `close`."""
         if self._store is not None and self._path is not None:
             try:
                 rename_evaluations(self._path.parent, {label: f"{label}{INTERRUPTED}"})
@@ -163,7 +170,7 @@ class EvaluationEpisodes:
                     store.save(self._rows(episodes))
                 while store.shrink(self._limit, settled=-1):
                     pass
-            except (StoreError, WireError) as error:
+            except Exception as error:  # whatever it is, the evaluation goes on
                 if not self._refused:
                     log.warning("%s: %d episodes of an evaluation are not kept: %s", self._path, len(episodes), error)
                 self._refused += len(episodes)

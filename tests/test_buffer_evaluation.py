@@ -113,13 +113,23 @@ def test_a_disk_that_hangs_or_refuses_delays_no_evaluation_and_is_counted(
     written = sql(tmp_path / DATABASE, "SELECT count(*) FROM episodes")
     assert written == [(22 - episodes.dropped,)]
 
-    def refuse(store: Store, batch: WriteBatch) -> None:
-        raise StoreError("no space left on the device")
+    for refusal in (StoreError("no space left on the device"), ValueError("an unforeseen one")):
 
-    monkeypatch.setattr(Store, "save", refuse)
+        def refuse(store: Store, batch: WriteBatch, why: Exception = refusal) -> None:
+            raise why
+
+        monkeypatch.setattr(Store, "save", refuse)
+        with EvaluationEpisodes(tmp_path, LIMIT) as episodes:
+            played(episodes, "step 3", 1)
+        assert episodes.dropped == MEMBERS
+    goes_on.clear()
+    monkeypatch.setattr(Store, "save", hang)
+    monkeypatch.setattr(module, "END_S", 0.1)
     with EvaluationEpisodes(tmp_path, LIMIT) as episodes:
-        played(episodes, "step 3", 1)
-    assert episodes.dropped == MEMBERS
+        played(episodes, "step 4", 1)
+    assert "may not be in" in caplog.text
+    goes_on.set()
+    episodes._thread.join(30)  # pyright: ignore[reportPrivateUsage] - the file is this test's
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / DATABASE).write_bytes(b"no database" * 100)
     with EvaluationEpisodes(tmp_path / "other", LIMIT) as unreadable, EvaluationEpisodes(None, LIMIT) as nowhere:

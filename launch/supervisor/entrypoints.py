@@ -214,7 +214,8 @@ async def evaluator(
             client = await stack.enter_async_context(buffer_client(context, name))
         router = await stack.enter_async_context(make_router(context, name, client, heartbeat.report_false_replies))
         agents = await stack.enter_async_context(make_agents(context.config))
-        episodes = stack.enter_context(EvaluationEpisodes(context.evaluation_dir, limit))
+        episodes = await in_thread(EvaluationEpisodes(context.evaluation_dir, limit).__enter__, "evaluation episodes")
+        stack.push_async_callback(lambda: in_thread(episodes.close, "evaluation episodes"))
         for name, suite in missing(context.dir, context.config, step).items():
             make = functools.partial(
                 make_player, suite, agents, router, split="eval", temperature=suite.evaluation.temperature
@@ -229,7 +230,7 @@ async def evaluator(
                     title, lease, member, one.outcome, one.trajectories, one.failed_branches, one.image_files
                 )
 
-            first = episodes.reserve(title, tasks)
+            first = await in_thread(functools.partial(episodes.reserve, title, tasks), "evaluation episodes")
             playing = evaluate(player, label, tasks, samples, heartbeat.send_message, first=first, keep=keep)
             result = await run_or_stop(playing, stop)
             record = msgspec.structs.replace(result, step=step, suite=name)
