@@ -548,7 +548,6 @@ ALLOWED = {
     ("weightsync/publisher.py", "asyncio.wait"): "catch_up has push_s; of what was cancelled",
     ("weightsync/replica.py", "asyncio.wait"): "the callers are within their share of push_s",
     ("weightsync/replica.py", "asyncio.timeout"): "a cancel scope",
-    ("weightsync/snapshot.py", "asyncio.wait"): "of a write that a thread has begun, whose file outlives it",
     ("dashboard/feed.py", "asyncio.timeout"): "until the next look at the files of the runs, unless the server stops",
     ("dashboard/feed.py", "asyncio.wait"): "of what was cancelled",
     ("envs/isolation/serve.py", "asyncio.wait"): "of an answer that was cancelled",

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from slipstream.configs import load
 from slipstream.configs.engine_checks import FP8
-from slipstream.errors import ConfigError, WeightSyncError
+from slipstream.errors import ConfigError, DeadlineExceeded, WeightSyncError
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.quantized_model import check_blocks, quantization_config, weight_shapes
 from slipstream.rollout.engines.vllm import launch as vllm_server
 from slipstream.tests import tiny
 from slipstream.weightsync import delta, fp8
 from slipstream.weightsync.plan import DeltaSource, FileSource
-from slipstream.weightsync.snapshot import WeightSnapshot, take_snapshot
+from slipstream.weightsync.snapshot import StoredTensors, WeightSnapshot, take_snapshot
 from slipstream.weightsync.transports import write_safetensors
 from slipstream.weightsync.weight_check import check_weights
 from transformers import DeepseekV3Config, GPT2Config, GptOssConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
@@ -118,6 +119,16 @@ async def test_numbers_that_are_not_finite_are_not_pushed(number: float, tmp_pat
     weight[150, 3] = number
     with pytest.raises(WeightSyncError, match=f"{LAYER}.weight(_scale_inv)? holds numbers that are not finite"):
         await take_snapshot(1, fp8.quantized([(f"{LAYER}.weight", weight)]), tmp_path)
+
+
+async def test_a_disk_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that could not be stored ends at its deadline, whatever the thread that writes does."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(StoredTensors, "add", lambda tensors, tensor: goes_on.wait())
+    monkeypatch.setattr("slipstream.weightsync.snapshot.WRITE_S", 0.1)
+    with pytest.raises(DeadlineExceeded, match=r"a part of version 1 to be written to .*is the disk stuck"):
+        await take_snapshot(1, [(f"{LAYER}.weight", matrix(20, 20))], tmp_path)
+    goes_on.set()
 
 
 async def snapshot_of(folder: Path, weights: dict[str, torch.Tensor], version: int) -> WeightSnapshot:

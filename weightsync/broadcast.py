@@ -157,7 +157,14 @@ class BroadcastTransport:
             sending = in_thread(lambda: self._broadcast(group, snapshot), f"send-{snapshot.version}")
             left = deadline - time.monotonic()
             receiving = [
-                asyncio.create_task(await_reply(left, target.request(acks.complete()), str(acks)))
+                asyncio.create_task(
+                    await_reply(
+                        left,
+                        target.request(acks.complete()),
+                        f"{target.name} to hold version {acks.version}",
+                        acks.missing,
+                    )
+                )
                 for target, acks in zip(targets, expected, strict=True)
             ]
             try:
@@ -202,17 +209,21 @@ class Rendezvous:
     """The store of one group on a free port of `host`, which rank 0 keeps for as long as the group lives."""
 
     def __init__(self, host: str, seconds: float) -> None:
+        """Raises OSError: no process may listen there. WeightSyncError: the store does not start."""
         listener = socket.create_server((host, 0))
         self.host = host
         self.port: int = listener.getsockname()[1]
-        self._store: Store | None = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        try:
+            self._store: Store | None = TCPStore(
+                host,
+                self.port,
+                is_master=True,
+                timeout=timedelta(seconds=max(CONNECT_S, seconds)),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise WeightSyncError(f"no group can meet at {host}:{self.port}: {_first_line(error)}") from error
 
     def close(self) -> None:
         """Fail the members that still wait to meet here."""

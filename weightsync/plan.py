@@ -196,9 +196,9 @@ class ExpectedAcks:
         if not self._missing:
             self._all.set_result(None)
 
-    def __str__(self) -> str:
-        ranks = ", ".join(map(str, sorted(self._missing)))
-        return f"{self.receiver} to hold version {self.version} (no ack of rank {ranks})"
+    def missing(self) -> str:
+        """Which ranks have not answered, for the error of a wait whose deadline has passed."""
+        return f"no ack of rank {', '.join(map(str, sorted(self._missing)))}; see its log"
 
 
 class AckCollector:

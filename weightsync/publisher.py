@@ -200,7 +200,9 @@ class Publisher:
                 for target in targets:
                     target.cancelled = target.cancelled + 1 if cancelled and target.verified == NOTHING else 0
                     if target.verified == NOTHING:
-                        target.retry_at = time.monotonic() + min(RETRY_S * 2**target.missed_pushes, RETRY_MOST_S)
+                        target.retry_at = time.monotonic() + min(
+                            RETRY_S * 2 ** min(target.missed_pushes, 16), RETRY_MOST_S
+                        )
                         target.missed_pushes += 1
 
     @property
@@ -220,7 +222,7 @@ class Publisher:
 
     async def _catch_up(self, snapshot: WeightSnapshot, targets: Sequence[PushTarget]) -> PushReport | None:
         probed = served, _ = await self._probe(targets)
-        # A silent replica that serves is left to the next push.
+        # One that serves and does not say its version is not behind: the next push finds out.
         behind = [t for t in targets if {served.get(t.name, t.verified), t.verified} != {snapshot.version}]
         # None of them is in service, so all are updated at once, and separately, so that none delays another.
         return await self._roll(snapshot, [behind], probed, separately=True) if behind else None

@@ -323,7 +323,9 @@ def names(targets: Sequence[PushTarget]) -> str:
     return ", ".join(target.name for target in targets)
 
 
-async def await_reply(seconds: float, answer: Awaitable[T], waits_for: str, hint: str = "see its log") -> T:
+async def await_reply(
+    seconds: float, answer: Awaitable[T], waits_for: str, hint: str | Callable[[], str] = "see its log"
+) -> T:
     """Await `answer` as the publisher. Raises DeadlineExceeded."""
     return await with_deadline(seconds, answer, who="publisher", waits_for=waits_for, hint=hint)
 

@@ -32,10 +32,11 @@ import torch
 import xxhash
 
 from ..common.tasks import in_thread
-from ..errors import StateError, WeightSyncError
+from ..errors import StateError, WeightSyncError, with_deadline
 from . import fp8
 from .plan import Source, TransferPlan
 
+WRITE_S = 120.0  # longest write of one such part, which takes milliseconds
 WRITTEN_AT_ONCE = 8 << 20  # bytes that arrive before they are written, in a thread, while the next arrive
 ALIGNMENT = 64  # bytes. A cache line; also what vector kernels want of a tensor that is used in place.
 
@@ -153,7 +154,8 @@ async def take_snapshot(
 ) -> WeightSnapshot:
     """Write the weights to a file without a name in `folder`. Iterating `named_weights` may be a collective: it happens here, in
     the caller's thread, while a thread writes what came before. Raises WeightSyncError: a tensor, or a log-prob of the canary, is
-    not finite; the file cannot be written. StateError: the canary has not one log-prob fewer than tokens."""
+    not finite; the file cannot be written. DeadlineExceeded: writing a part of it took longer than `WRITE_S`. StateError: the
+    canary has not one log-prob fewer than tokens."""
     canary.check()
     try:
         tensors = StoredTensors(folder)
@@ -180,18 +182,20 @@ async def take_snapshot(
             del tensor  # it may be a whole embedding
             if sum(tensor.nbytes for _, tensor in arrived) >= WRITTEN_AT_ONCE:
                 if writing is not None:
-                    await writing
+                    await _written(writing, version, folder)
                 writing, arrived = in_thread(functools.partial(write, arrived), f"snapshot-{version}"), []
         if writing is not None:
-            await writing
-        writing = in_thread(functools.partial(write, arrived), f"snapshot-{version}")
-        await writing
+            await _written(writing, version, folder)
+        await _written(in_thread(functools.partial(write, arrived), f"snapshot-{version}"), version, folder)
     except OSError as error:
         raise _unwritable(version, folder, error) from error
-    finally:
-        if writing is not None and not writing.done():
-            await asyncio.wait({writing})
     return WeightSnapshot(version, tuple(names), tensors, total.hexdigest(), canary)
+
+
+async def _written(writing: asyncio.Future[None], version: int, folder: Path) -> None:
+    """Raises what the thread raises, DeadlineExceeded where the disk hangs: then the thread is abandoned with the file."""
+    waits_for = f"a part of version {version} to be written to {folder}"
+    await with_deadline(WRITE_S, writing, who="the learner", waits_for=waits_for, hint="is the disk stuck?")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

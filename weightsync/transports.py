@@ -238,7 +238,7 @@ class FileTransport:
                 await target.request(target.replica.receive_weights(plan))
                 await target.request(expected.complete())
 
-            await await_reply(seconds, staged(), str(expected))
+            await await_reply(seconds, staged(), f"{target.name} to hold version {plan.version}", expected.missing)
 
     def _write_full(self, snapshot: WeightSnapshot) -> Path:
         path = self._folder.write(snapshot.version, "full", snapshot.names, snapshot.tensors)
