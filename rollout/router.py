@@ -5,7 +5,7 @@
              fleet updates ───┘        └── completions, failures, probes of failed replicas
 
     waiter               waits for                                      until
-    a request            a replica with a slot and a recent version     rollout.episode_s / 5, its retries included
+    a request            a replica with a slot and a recent version     `request_s` of the config, its retries included
     a probe              a replica that failed a request                it computes again, is fenced, restarted or removed
     a removed replica    its last completions                           GRACE_S, then they continue elsewhere
 
@@ -358,14 +358,18 @@ class Router:
         """Return once the replica has computed scores at the version that the fleet state names."""
         while True:
             if connection.probes:
-                await asyncio.sleep(min(BACKOFF_S, PROBE_S * 2 ** (connection.probes - 1)))
+                await asyncio.sleep(min(BACKOFF_S, PROBE_S * 2 ** min(connection.probes - 1, 16)))
             connection.probes += 1
             try:
                 await connection.engine.wait_ready(self._start_s)
                 version, expected = await connection.engine.version(), connection.info.version
                 if version is None or (expected is not None and version < expected):
+                    log.info("%s has version %s, and is to have %s", connection.info.name, version, expected)
                     continue
                 await connection.engine.score(PROBE_IDS)
+            except FalseReply as error:
+                self._count_false_reply(connection, error)  # ends this probe where it proves that the replica lies
+                continue
             except (EngineError, DeadlineExceeded) as error:
                 log.warning("%s is away: %s", connection.info.name, error)
                 continue
@@ -381,7 +385,7 @@ class Router:
             for name, r in self._routing.replicas.items()
         ]
         known = ", ".join(states) or "none"
-        return f"replicas: {known}; {self.waiting} requests wait; see their logs, or raise rollout.episode_s (a request has 1/5)"
+        return f"replicas: {known}; {self.waiting} requests wait; see their logs, or raise rollout.episode_s"
 
 
 def _asked_at(asked: float, completion: Completion) -> Completion:

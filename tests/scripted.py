@@ -9,7 +9,14 @@ from slipstream.agents.base import Completion, FinishReason
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.common.images import PromptImage
 from slipstream.configs.schema import Partial
-from slipstream.rollout.engines.base import EMPTY, EngineFailure, EngineLoad, PartialCompletion, SamplingParams
+from slipstream.rollout.engines.base import (
+    EMPTY,
+    EngineFailure,
+    EngineLoad,
+    FalseReply,
+    PartialCompletion,
+    SamplingParams,
+)
 from slipstream.weightsync.fleet import ReplicaInfo
 from slipstream.weightsync.plan import GroupPlan, TransferPlan
 
@@ -63,6 +70,7 @@ class ScriptedEngine:
         self.up.set()
         self.computes = asyncio.Event()
         self.computes.set()
+        self.lies = False  # whether it scores falsely
         self.serves: int | None = replica_info.version
         self.probes = 0
         self.probed = asyncio.Event()
@@ -119,6 +127,8 @@ class ScriptedEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         await self.computes.wait()
+        if self.lies:
+            raise FalseReply(f"{self.name} has a positive log-prob")
         return [-0.5] * (len(token_ids) - 1)
 
     async def pause(self, mode: Partial) -> None:

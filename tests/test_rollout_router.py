@@ -626,6 +626,40 @@ async def test_a_replica_that_goes_on_lying_gets_nothing_until_it_is_another_pro
     assert len(reports) == 5
 
 
+async def test_a_false_reply_to_a_probe_counts_too() -> None:
+    reports: list[tuple[FalseReplies, ...]] = []
+    async with world(report=reports.append) as w:
+        w.serve("a")
+        w["a"].lies = True
+        asked = w.request("e")
+        (await w.call("a")).fail(EngineError("500"))  # its tokens are never false: probes alone prove it
+        while not reports or reports[-1][0].level < 5:
+            await w["a"].probed.wait()
+            w["a"].probed.clear()
+            await settle()
+        probes = w["a"].probes
+        await settle()
+        assert w["a"].probes == probes
+        assert "positive log-prob" in reports[-1][0].why
+        w.serve("a", incarnation=1)
+        (await w.call("a")).complete(4)
+        assert (await asked).token_ids == (4,)
+
+
+async def test_a_replica_that_fails_for_days_is_probed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world() as w:
+        w.serve("a")
+        w.router._connections["a"].probes = 5000  # pyright: ignore[reportPrivateUsage]
+        w.router._connections["a"].healthy_since = float("inf")  # pyright: ignore[reportPrivateUsage]
+        pauses = without_pauses(monkeypatch)
+        asked = w.request("e")
+        (await w.call("a")).fail(EngineError("500"))
+        (await w.call("a")).complete(1)
+        assert (await asked).token_ids == (1,)
+        monkeypatch.undo()
+    assert [p for p in pauses if p] == [8.0]
+
+
 async def test_false_replies_count_for_a_process_also_where_a_push_left_it_out_meanwhile() -> None:
     reports: list[tuple[FalseReplies, ...]] = []
     async with world(report=reports.append) as w:
