@@ -174,11 +174,17 @@ class LocalProcess:
     def __init__(self, process: asyncio.subprocess.Process, private: OwnedFolder) -> None:
         self._process = process
         self._private = private
+        self._ended = False
         self.pid = process.pid
 
     async def wait(self) -> int:
+        """The exit status. What the process has left of its group is killed once, as soon as it has ended: later its number may be
+        that of a group of others."""
         status = await self._process.wait()
-        self._private.close()
+        if not self._ended:
+            self._ended = True
+            self._private.close()
+            _kill_group(self.pid)
         return status
 
     async def terminate(self) -> None:
@@ -186,19 +192,24 @@ class LocalProcess:
             self._process.terminate()
 
     async def kill(self) -> None:
-        await kill_group(self.pid, self.wait(), who="the launcher")
+        if not self._ended:
+            await kill_group(self.pid, self.wait(), who="the launcher")
 
 
 async def kill_group(pid: int, ended: Awaitable[object], who: str) -> None:
     """Kill what is left of the process group of `pid`, and await `ended`, its end; one that does not come in `KILL_S` is
     logged, also where it may not be killed."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    _kill_group(pid)
     waits_for, hint = f"process {pid} to end after SIGKILL", "it is stuck in the kernel, see its /proc entry"
     try:
         await with_deadline(KILL_S, ended, who=who, waits_for=waits_for, hint=hint)
     except DeadlineExceeded as error:
         log.error("%s", error)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class LocalLauncher:
