@@ -95,6 +95,7 @@ class StatePublisher(Generic[S]):
         self._socket.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES)
         self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription and its end
         self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        wire.enable_keepalive(self._socket)
         self._socket.bind(address)
         self.address = self._guard.address(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._changed = asyncio.Event()
@@ -184,6 +185,7 @@ class StateSubscriber(Generic[S]):
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
+        wire.enable_keepalive(self._socket)
         if self._key is not None:
             configure_client(self._socket, self._key, self._pair)
         self._socket.connect(self._address)
