@@ -181,13 +181,6 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
             out[span.start : span.end] = span.version
         return out
 
-    def mixed(self) -> NDArray[np.bool_]:
-        """bool[T]: sampled tokens of a mixed policy (`VersionSpan.mixed`)."""
-        out = np.zeros(len(self), dtype=np.bool_)
-        for span in self.version_spans:
-            out[span.start : span.end] = span.mixed
-        return out
-
 
 class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
     """A trajectory of a batch without its arrays, which `BufferClient.read_rows` reads at their position."""

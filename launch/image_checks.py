@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..envs import Observation
 
-SERVERS = (Transformers, Vllm)  # kinds of engines that take images
+IMAGE_ENGINES = (Transformers, Vllm)  # kinds of engines that take images
 OPTIONS = ("recompute", FROZEN_VISION)  # of the learner's backend that compute images
 RENDERER = "qwen3-vl"  # the chat format that shows images
 
@@ -60,8 +60,8 @@ def _problems(config: Config) -> Iterator[str]:
     chosen = learner.backend
     if is_on_modelscope(config.model.path):
         yield "model.path names a model of ModelScope; allowed are a folder and a name on Hugging Face's hub"
-    if not isinstance(engine, SERVERS) and not isinstance(config, SftConfig):  # which starts no engine
-        allowed = " and ".join(str(kind.__struct_config__.tag) for kind in SERVERS)
+    if not isinstance(engine, IMAGE_ENGINES) and not isinstance(config, SftConfig):  # which starts no engine
+        allowed = " and ".join(str(kind.__struct_config__.tag) for kind in IMAGE_ENGINES)
         yield f"rollout.engine.kind={kind_of(engine)} is not given images with token ids here; allowed are {allowed}"
     if is_quantized(engine) and not isinstance(config, SftConfig):
         yield f"{FP8} has no vision tower; leave it out"

@@ -162,7 +162,8 @@ class BatchTrainer:
         fresh: Sequence[Trajectory] = ()
         if self._backend.rank == 0 and lacks_comparable(batch):
             fresh = await self._buffer.fresh(state.version, FRESH)
-        fresh = [row for row in self._replayable(fresh) if not self._why_unusable(row)]  # found when its batch is taken
+        # An unusable one is skipped: its group is set aside when its own batch is taken.
+        fresh = [row for row in self._replayable(fresh) if not self._why_unusable(row)]
         whole = await self._fill_columns(batch, rows, fresh)
         batch, aux_batch = whole, whole if aux_batch is batch else await self._fill_columns(aux_batch, rows, fresh)
         aux_result = self._aux_models.learn(aux_batch)

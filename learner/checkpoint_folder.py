@@ -1,4 +1,4 @@
-"""The folders of checkpoints, for whoever looks for one and loads no tensor: names, states, and which of them stay.
+"""The folders of checkpoints, for callers that load no tensor and import no torch: names, states, and which of them stay.
 
 A folder named `step-*` with a state is a complete checkpoint; `checkpoint.py` writes it. Names that start with a dot are
 leftovers of a crash: they are never read, and the next save or prune removes them.

@@ -10,7 +10,7 @@
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
     rank 0             aux models in ranks of their own                learner.batch_s, then LearnerError
-    rank 0             replicas that take the new weights              rollout.episode_s / 5 each; the late are left out
+    rank 0             replicas that take the new weights              the config's `push_s` for all; the late are left out
     rank 0             replicas that free their memory                 a quarter of that; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
     every rank         the previous checkpoint, at the next, at the end  learner.batch_s, then DeadlineExceeded

@@ -26,7 +26,7 @@ BLOCK_S = 5.0  # longest stretch without an `await`: it delays the tokens of all
 CHECKS = 10  # checks in `BLOCK_S`; all of them must find that the loop has not turned
 SIGNAL = signal.SIGURG  # ignored by processes without a handler; Go's runtime preempts with it for the same reason
 PACKAGE = Path(__file__).parent.parent
-OUR_FOLDERS = ("agents", "buffer", "launch", "learner", "monitor", "rollout", "weightsync")  # not interrupted
+UNINTERRUPTED = ("agents", "buffer", "launch", "learner", "monitor", "rollout", "weightsync")
 _user_code_callers: set[CodeType] = set()
 
 
@@ -91,6 +91,6 @@ def _interrupt_user_code(number: int, frame: FrameType | None) -> None:
                 "use `await in_thread(function)` for what blocks"
             )
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(PACKAGE) and path.relative_to(PACKAGE).parts[0] in OUR_FOLDERS:
+        if path.is_relative_to(PACKAGE) and path.relative_to(PACKAGE).parts[0] in UNINTERRUPTED:
             return
         frame = frame.f_back

@@ -8,7 +8,7 @@ Invariants:
 - No signal is ever sent to such a server: `terminate` and `kill` only end the `wait` of its handle.
 - A server that was started again lost the weights that were pushed to it: it is missed, and joins as a new one.
 - A server that gave false replies stays out until it was started again.
-- What keeps a server out is said once.
+- The reason why a server is out is logged once, and again when it changes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Invariants:
 - A name is used once. A report about an earlier incarnation, or about a replica that has left, changes nothing.
 - A replica leaves on request only while another can take its requests: serving if it served, else at least starting.
 - A process of a replica is drained where the levels of suspicion (`rollout.routing`) of all routers that run add up to the limit.
-  What a router saw that has ended stays counted, but could never leak, and proves nothing.
+  False replies that a router saw which has ended stay in the count; its level is dropped, because it would never fall again.
 """
 
 from __future__ import annotations

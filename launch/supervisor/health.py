@@ -3,8 +3,8 @@
 Invariants:
 - A role that is silent for `launch.heartbeat_s` is killed once, and the reason names its last reported wait. `ProcessManager`
   restarts it, and probes the servers that send no heartbeats. Those that others started are only missed.
-- Time in which this process stood still, because it was stopped or its event loop was held up, is nobody's silence: what the roles
-  sent meanwhile is heard first.
+- Time in which this process stood still, because it was stopped or its event loop was held up, counts as the silence of no role:
+  what the roles sent meanwhile is handled first.
 - A message that is no signal of a role of this run, or not of the role that sent it, changes nothing. Only the learner speaks of
   steps, checkpoints and replicas.
 - However many messages arrive, the event loop turns now and then.

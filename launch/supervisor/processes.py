@@ -153,7 +153,7 @@ class ProcessManager:
             if not left:
                 raise PlacementLost(f"{failures[0]}, after it was moved {MOVES} times in a row")
             await asyncio.gather(*(role.process.kill() for role in roles if role.process))
-            for role in roles:  # nobody watches what was killed: from now on it does not run
+            for role in roles:  # no task waits for the end of what was killed: from now on it counts as not running
                 role.process, role.deadline = None, float("inf")
             lost = [(role, one) for role, one in zip(roles, outcomes, strict=True) if isinstance(one, PlacementLost)]
             moves = await asyncio.gather(*(self._move(role, error) for role, error in lost), return_exceptions=True)

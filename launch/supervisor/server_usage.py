@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 
 from ...monitor.gpus import VISIBLE, gpu_gauges
+from .access import SERVERS
 from .processes import ProcessManager, RoleProcess
 
-SERVERS = ("engine", "reward")  # kinds of roles
 TREE_S = 15.0  # between two looks for the processes that a server has started: a look at all processes of the host
 Usage = dict[str, Any]
 

@@ -194,7 +194,7 @@ class Fsdp2Model(ShardedModel):
         policy = CPUOffloadPolicy() if offload else OffloadPolicy()
         if self._experts is not None:
             self._experts.shard(precision, policy)
-        # One rank has nobody to gather from: its layers keep what they compute with from the forward pass to the backward one.
+        # A single rank gathers from no other: its layers keep what they compute with from the forward pass to the backward one.
         again = self.world_size > 1 or offload
         for layers in self._sharded_together():
             fully_shard(layers, mesh=mesh, mp_policy=precision, offload_policy=policy, reshard_after_forward=again)
