@@ -19,13 +19,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import zmq
 
+from ..common.tasks import in_thread
 from ..configs.schema import Buffer, parse_size
 from ..errors import StateError, StoreError, TrackedWait
 from ..rpc.security import KeyPair, PeerTable
@@ -44,8 +45,8 @@ log = logging.getLogger(__name__)
 # Messages of one round, one transaction, and the bytes after which it takes no more. More would only delay the first reply.
 ROUND, ROUND_BYTES = 512, 16 << 20
 # Longest wait for the disk to take one round, which takes milliseconds. A write that hangs cannot be cancelled: the process ends,
-# and another one is there before clients give up (`Config.reply_s`).
-STORE_S = 40.0
+# after `common.tasks.EXIT_JOIN_S`, and another one is there before clients give up (`Config.reply_s`).
+STORE_S = 30.0
 # How long the storing thread waits for the interpreter while the other decodes messages, which it does after every
 # statement. Python's default, 5 ms, is as long as a write.
 SWITCH_INTERVAL_S = 1e-3
@@ -116,7 +117,8 @@ class BufferService:
         self._replay = Replay(admission, replay_config, counters, groups, ledgers, table)
         self._handler = RequestHandler(self._replay, self._store, self._transport_counts, revision)
         self._round_ends = 0, 0
-        self._store_thread = ThreadPoolExecutor(1, "store")
+        self._stored = threading.Event()  # set while no thread is in the store
+        self._stored.set()
         self._over_limit = self._store_hangs = self._stopping = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -174,10 +176,10 @@ class BufferService:
                 stored = await self._round(stored)
         finally:
             sys.setswitchinterval(switch_interval)
-            self._store_thread.shutdown(wait=not self._store_hangs)  # a save in progress ends
-            self._server.close()
             if not self._store_hangs:
+                self._stored.wait()  # a save in progress ends
                 self._store.close()
+            self._server.close()
 
     async def _round(self, stored: list[PendingReply]) -> list[PendingReply]:
         """Store what has changed; meanwhile send the replies `stored` and take in the next round. Returns the replies to what is
@@ -194,17 +196,17 @@ class BufferService:
                 await self._server.poll(min(self._tick_s, due_s))
                 self._handler.receive(self._server, lambda: self._has_room)
             return []
-        running = self._store_thread.submit(write)
-        written = asyncio.wrap_future(running)
+        self._stored.clear()
+        written = in_thread(write, "store")
         written.add_done_callback(lambda _: self._server.wake())
         self._server.reply_all(stored)
         deadline = time.monotonic() + STORE_S
         with TrackedWait("the buffer", "its disk", STORE_S):
-            while not running.done():
+            while not written.done():
                 left = deadline - time.monotonic()
                 await (self._server.poll(left) if self._has_room else asyncio.wait([written], timeout=left))
-                self._handler.receive(self._server, lambda: self._has_room and not running.done())
-                if time.monotonic() >= deadline and not running.done():
+                self._handler.receive(self._server, lambda: self._has_room and not self._stored.is_set())
+                if time.monotonic() >= deadline and not self._stored.is_set():
                     self._store_hangs = True
                     raise StoreError(
                         f"the disk of {self._store.path} has not taken a round in {STORE_S:g} s", final=False
@@ -231,9 +233,12 @@ class BufferService:
         store, limit = self._store, self._size_limit
 
         def write() -> bool:
-            if batch is not None:
-                store.save(batch)
-            return shrink and store.shrink(limit, settled)
+            try:
+                if batch is not None:
+                    store.save(batch)
+                return shrink and store.shrink(limit, settled)
+            finally:
+                self._stored.set()
 
         return write
 

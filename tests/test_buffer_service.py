@@ -27,6 +27,7 @@ from slipstream.buffer.segments import segments_path
 from slipstream.buffer.service import LEASE_S
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
+from slipstream.common.tasks import EXIT_JOIN_S
 from slipstream.configs import load
 from slipstream.configs.schema import Buffer
 from slipstream.errors import DeadlineExceeded, StateError, StoreError
@@ -808,7 +809,7 @@ async def test_a_disk_that_hangs_is_named_and_nothing_is_acknowledged(
 ) -> None:
     """A lock that another process holds keeps the write as a disk would; SQLite would wait for it much longer. Clients wait longer
     than the service: another one may start before they give up."""
-    assert load("quickstart").reply_s > service_module.STORE_S + 15
+    assert load("quickstart").reply_s > service_module.STORE_S + EXIT_JOIN_S + 10
     assert load("quickstart", ["launch.heartbeat_s=100"]).reply_s > 100
 
     def hangs() -> None:
@@ -819,6 +820,27 @@ async def test_a_disk_that_hangs_is_named_and_nothing_is_acknowledged(
             says = r"the disk of .* has not taken a round in 0\.3 s"
             delivery = await ends_in_a_delivery(service, client, path, says=says, locked=hangs)
         delivery.cancel()
+
+
+async def test_a_disk_that_hangs_keeps_no_process(path: Path, address: str) -> None:
+    """Another process of the buffer can start, although the thread that writes never returns."""
+    program = f"""
+import threading
+from slipstream.buffer import service
+from slipstream.buffer.store import Store
+from slipstream.common import tasks
+service.STORE_S = tasks.EXIT_JOIN_S = 0.3
+Store.save = lambda store, batch: threading.Event().wait()
+{PROCESS}
+"""
+    async with publishing_fleet(address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
+        process = await start_process(path, address, LIVELY, program)
+        mark_served(client, 0)
+        lease = asyncio.create_task(client.lease())
+        _, said = await process.communicate()
+        assert process.returncode == 1
+        assert b"has not taken a round in 0.3 s" in said
+        lease.cancel()
 
 
 async def test_a_full_disk_ends_the_service_and_what_was_acknowledged_stays(path: Path, address: str) -> None:

@@ -42,7 +42,6 @@ from .processes import ProcessManager
 
 log = logging.getLogger(__name__)
 
-BUFFER_S = 60.0  # longest wait for the buffer, which may be starting again
 WRITE_S = 10.0  # longest wait for the disk of the run
 
 
@@ -173,8 +172,8 @@ class SettingsManager:
 
     async def _configure_buffer(self) -> int:
         rules = LiveRules.of(self.context.config.buffer)
-        at = self.context.addresses
-        client = BufferClient(at.buffer, SUPERVISOR, at.buffer_shards, deadline_s=BUFFER_S, pair=self.pair)
+        at, seconds = self.context.addresses, self.context.config.reply_s
+        client = BufferClient(at.buffer, SUPERVISOR, at.buffer_shards, deadline_s=seconds, pair=self.pair)
         async with client as buffer:
             with contextlib.ExitStack() as stack:
                 for role, connection in buffer.connections.items():
