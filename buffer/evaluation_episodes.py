@@ -21,12 +21,13 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from ..common.outcomes import FAILED
-from ..errors import StoreError
+from ..common.tasks import in_thread
+from ..errors import DeadlineExceeded, StoreError, describe, with_deadline
 from .admission import ReplayCounters
 from .encoded import DeliveredTrajectory, EncodedTrajectory
 from .group_table import Episode, Group
@@ -43,6 +44,10 @@ EPISODES_WAITING = 256  # for the disk
 AT_ONCE = 64  # episodes of one transaction
 INTERRUPTED = " (interrupted)"
 END_S = 20.0  # longest wait for them at the end
+
+
+class _Begun(NamedTuple):
+    label: str
 
 
 class _Played(NamedTuple):
@@ -71,6 +76,23 @@ def rename_evaluations(folder: Path, names: Mapping[str, str]) -> None:
         raise store_error(f"cannot write {path}", error) from None
 
 
+@contextlib.asynccontextmanager
+async def keep_episodes(folder: Path | None, limit: int) -> AsyncIterator[EvaluationEpisodes]:
+    """`EvaluationEpisodes` for an event loop, which waits for no disk; for one that hangs, without a record."""
+    episodes = EvaluationEpisodes(folder, limit)
+    waits_for = f"{EVALUATION_DATABASE} to open"
+    try:
+        opening = in_thread(episodes.__enter__, waits_for)
+        await with_deadline(END_S, opening, who="the evaluator", waits_for=waits_for, hint="is the disk stuck?")
+    except DeadlineExceeded as error:
+        log.warning("the episodes of this evaluation are not kept: %s", error)
+        episodes = EvaluationEpisodes(None, limit)
+    try:
+        yield episodes
+    finally:
+        await in_thread(episodes.close, f"the end of {EVALUATION_DATABASE}")
+
+
 class EvaluationEpisodes:
     """Records episodes in the run's `folder` while the context lasts; without a folder, nothing. The files are kept below `limit`
     bytes."""
@@ -80,7 +102,7 @@ class EvaluationEpisodes:
         self._limit = limit
         self._store: Store | None = None
         self._counters = ReplayCounters()
-        self._queue: queue.Queue[_Played | None] = queue.Queue(EPISODES_WAITING)
+        self._queue: queue.Queue[_Played | _Begun | None] = queue.Queue(EPISODES_WAITING)
         self._overflowed = self._refused = 0
         self._thread = threading.Thread(target=self._run, name="evaluation episodes", daemon=True)
 
@@ -114,15 +136,13 @@ class EvaluationEpisodes:
             log.warning("%d episodes of evaluations are not in %s", self.dropped, self._path)
 
     def reserve(self, label: str, groups: int) -> int:
-        """The number of the first of so many groups, which no other evaluation of the run has. The evaluation `label` begins. It
-        blocks, as `close`."""
-        if self._store is not None and self._path is not None:
+        """The number of the first of so many groups, which no other evaluation of the run has. The evaluation `label` begins.
+        Returns at once."""
+        if self._store is not None:
             try:
-                rename_evaluations(self._path.parent, {label: f"{label}{INTERRUPTED}"})
-            except StoreError as error:
-                log.warning(
-                    "episodes of an earlier start of the evaluation %s are shown with its own: %s", label, error
-                )
+                self._queue.put_nowait(_Begun(label))
+            except queue.Full:
+                self._not_renamed(label, "the disk is too slow")
         first, self._counters.next_group = self._counters.next_group, self._counters.next_group + groups
         return first
 
@@ -157,24 +177,48 @@ class EvaluationEpisodes:
             self._store = None
 
     def _run(self) -> None:
-        ended, store = False, self._store
+        store, episodes = self._store, list[_Played]()
         assert store is not None
-        while not ended:
-            played = [self._queue.get()]
-            while len(played) < AT_ONCE and not self._queue.empty():
-                played.append(self._queue.get_nowait())
-            episodes = [one for one in played if one is not None]
-            ended = len(episodes) < len(played)
-            try:
-                if episodes:
-                    store.save(self._rows(episodes))
-                while store.shrink(self._limit, settled=-1):
-                    pass
-            except Exception as error:  # whatever it is, the evaluation goes on
-                if not self._refused:
-                    log.warning("%s: %d episodes of an evaluation are not kept: %s", self._path, len(episodes), error)
-                self._refused += len(episodes)
+        while True:
+            asked = self._queue.get()
+            if isinstance(asked, _Played):
+                episodes.append(asked)
+                if len(episodes) < AT_ONCE and not self._queue.empty():
+                    continue
+            self._save(store, episodes)
+            episodes = []
+            if isinstance(asked, _Begun):
+                self._rename(asked.label)
+            if asked is None:
+                break
         self._close()
+
+    def _save(self, store: Store, episodes: Sequence[_Played]) -> None:
+        """Whatever goes wrong, the evaluation goes on."""
+        try:
+            if episodes:
+                store.save(self._rows(episodes))
+        except Exception as error:
+            if not self._refused:
+                why = describe(error)
+                log.warning("%s: %d episodes of an evaluation are not kept: %s", self._path, len(episodes), why)
+            self._refused += len(episodes)
+        try:
+            while store.shrink(self._limit, settled=-1):
+                pass
+        except Exception as error:
+            log.warning("%s may grow beyond buffer.keep: %s", self._path, describe(error))
+
+    def _rename(self, label: str) -> None:
+        """What is there with this label is of an earlier start of the evaluation."""
+        assert self._path is not None
+        try:
+            rename_evaluations(self._path.parent, {label: f"{label}{INTERRUPTED}"})
+        except StoreError as error:
+            self._not_renamed(label, error)
+
+    def _not_renamed(self, label: str, why: object) -> None:
+        log.warning("episodes of an earlier start of the evaluation %s are shown with its own: %s", label, why)
 
     def _rows(self, played: Sequence[_Played]) -> WriteBatch:
         """Raises WireError where an episode is no valid trajectory."""

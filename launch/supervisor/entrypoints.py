@@ -201,7 +201,7 @@ async def evaluator(
 ) -> None:
     """Evaluate the version that the engines serve, each suite that has no result of `step` yet; append the results, called `label`,
     to the run's evaluations."""
-    from ...buffer.evaluation_episodes import EvaluationEpisodes
+    from ...buffer.evaluation_episodes import keep_episodes
     from ...monitor.series import evaluation_line
     from ...rollout.evaluation import evaluate
     from ..evaluations import append, called, missing
@@ -214,8 +214,7 @@ async def evaluator(
             client = await stack.enter_async_context(buffer_client(context, name))
         router = await stack.enter_async_context(make_router(context, name, client, heartbeat.report_false_replies))
         agents = await stack.enter_async_context(make_agents(context.config))
-        episodes = await in_thread(EvaluationEpisodes(context.evaluation_dir, limit).__enter__, "evaluation episodes")
-        stack.push_async_callback(lambda: in_thread(episodes.close, "evaluation episodes"))
+        episodes = await stack.enter_async_context(keep_episodes(context.evaluation_dir, limit))
         for name, suite in missing(context.dir, context.config, step).items():
             make = functools.partial(
                 make_player, suite, agents, router, split="eval", temperature=suite.evaluation.temperature
@@ -230,7 +229,7 @@ async def evaluator(
                     title, lease, member, one.outcome, one.trajectories, one.failed_branches, one.image_files
                 )
 
-            first = await in_thread(functools.partial(episodes.reserve, title, tasks), "evaluation episodes")
+            first = episodes.reserve(title, tasks)
             playing = evaluate(player, label, tasks, samples, heartbeat.send_message, first=first, keep=keep)
             result = await run_or_stop(playing, stop)
             record = msgspec.structs.replace(result, step=step, suite=name)
