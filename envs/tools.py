@@ -168,7 +168,7 @@ class ToolUse:
 async def _run(tool: Tool, arguments: JSON, seconds: float) -> Result:
     run, name = tool.run, tool.spec.name
     work = run(arguments) if inspect.iscoroutinefunction(run) else in_thread(run, arguments)
-    hint = "look at the tool, or raise rollout.episode_s, of which a call may take a tenth, at least 60 s"
+    hint = "look at the tool, or raise rollout.episode_s, which limits a call, too"
     try:
         content = await with_deadline(seconds, work, who="an episode", waits_for=f"the tool {name!r}", hint=hint)
     except ToolError:

@@ -114,7 +114,7 @@ async def _opening(part: EnvPart, step_s: float) -> Observation:
     from ..envs.base import check_images, checked
 
     env = part.source.make()
-    hint = "check the environment, or raise rollout.episode_s, of which a step may take a fifth, at least 120 s"
+    hint = "check the environment, or raise rollout.episode_s, which limits a step, too"
     try:
         with UnawaitedLog() as unawaited:
             work = env.reset(part.source.task(0))

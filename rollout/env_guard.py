@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 REWARD_LIMIT = 1e30  # of a step, absolute: sums of rewards, their squares and float32 advantages stay finite
 CLOSE_S = 30.0  # how long an environment may take to release its resources; its episode keeps its slot meanwhile
-LOOK = "look at the environment, or raise rollout.episode_s, of which a step may take a fifth, at least 120 s"
+LOOK = "look at the environment, or raise rollout.episode_s, which limits a step, too"
 CANCEL_S = 5.0  # how long user code may take to end once it is cancelled
 
 

@@ -366,10 +366,13 @@ class Router:
                 if version is None or (expected is not None and version < expected):
                     log.info("%s has version %s, and is to have %s", connection.info.name, version, expected)
                     continue
-                await connection.engine.score(PROBE_IDS)
-            except FalseReply as error:
-                self._count_false_reply(connection, error)  # ends this probe where it proves that the replica lies
-                continue
+                try:
+                    await connection.engine.score(PROBE_IDS)
+                except FalseReply as error:
+                    self._count_false_reply(
+                        connection, error
+                    )  # cancels this task where it proves that the replica lies
+                    continue
             except (EngineError, DeadlineExceeded) as error:
                 log.warning("%s is away: %s", connection.info.name, error)
                 continue

@@ -257,7 +257,9 @@ async def test_a_late_member_is_fenced_and_its_cohort_goes_on_without_it(fleet: 
     assert report.pushed == ("a", "c", "d")
     late = report.failed["b"]
     # Of a loop that stood still the deadline of the whole attempt passes together with that of the transfer.
-    assert re.search(r"for b to hold version 2; no ack of rank 0; see its log$|waited .* s for b; see the servers' logs$", late)
+    assert re.search(
+        r"for b to hold version 2; no ack of rank 0; see its log$|waited .* s for b; see the servers' logs$", late
+    )
     assert holds(replicas[1], 1)  # goes on with what it has, and is not paused
     assert fleet.reported[4:] == [("a", 2), ("b", late), ("c", 2), ("d", 2)]
     replicas[1].times = 0  # type: ignore[attr-defined]

@@ -198,6 +198,8 @@ class ExpectedAcks:
 
     def missing(self) -> str:
         """Which ranks have not answered, for the error of a wait whose deadline has passed."""
+        if not self._missing:
+            return "all ranks have answered, its server has not; see its log"
         return f"no ack of rank {', '.join(map(str, sorted(self._missing)))}; see its log"
 
 

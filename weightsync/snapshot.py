@@ -32,12 +32,12 @@ import torch
 import xxhash
 
 from ..common.tasks import in_thread
-from ..errors import StateError, WeightSyncError, with_deadline
+from ..errors import DeadlineExceeded, StateError, WeightSyncError, with_deadline
 from . import fp8
 from .plan import Source, TransferPlan
 
-WRITE_S = 120.0  # longest write of one such part, which takes milliseconds
 WRITTEN_AT_ONCE = 8 << 20  # bytes that arrive before they are written, in a thread, while the next arrive
+WRITE_S = 120.0  # longest write of one such part, which may be one large tensor
 ALIGNMENT = 64  # bytes. A cache line; also what vector kernels want of a tensor that is used in place.
 
 
@@ -154,8 +154,8 @@ async def take_snapshot(
 ) -> WeightSnapshot:
     """Write the weights to a file without a name in `folder`. Iterating `named_weights` may be a collective: it happens here, in
     the caller's thread, while a thread writes what came before. Raises WeightSyncError: a tensor, or a log-prob of the canary, is
-    not finite; the file cannot be written. DeadlineExceeded: writing a part of it took longer than `WRITE_S`. StateError: the
-    canary has not one log-prob fewer than tokens."""
+    not finite; the file cannot be written, or not within `WRITE_S` for each part. StateError: the canary has not one log-prob fewer
+    than tokens."""
     canary.check()
     try:
         tensors = StoredTensors(folder)
@@ -189,13 +189,19 @@ async def take_snapshot(
         await _written(in_thread(functools.partial(write, arrived), f"snapshot-{version}"), version, folder)
     except OSError as error:
         raise _unwritable(version, folder, error) from error
+    finally:
+        if writing is not None:
+            writing.cancel()  # where the iteration raises the thread is abandoned, with its file
     return WeightSnapshot(version, tuple(names), tensors, total.hexdigest(), canary)
 
 
 async def _written(writing: asyncio.Future[None], version: int, folder: Path) -> None:
-    """Raises what the thread raises, DeadlineExceeded where the disk hangs: then the thread is abandoned with the file."""
+    """Raises what the thread raises, and WeightSyncError where the disk hangs: then the thread is abandoned with the file."""
     waits_for = f"a part of version {version} to be written to {folder}"
-    await with_deadline(WRITE_S, writing, who="the learner", waits_for=waits_for, hint="is the disk stuck?")
+    try:
+        await with_deadline(WRITE_S, writing, who="the learner", waits_for=waits_for, hint="is the disk stuck?")
+    except DeadlineExceeded as error:
+        raise WeightSyncError(str(error)) from error
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

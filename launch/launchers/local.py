@@ -178,13 +178,13 @@ class LocalProcess:
         self.pid = process.pid
 
     async def wait(self) -> int:
-        """The exit status. What the process has left of its group is killed once, as soon as it has ended: later its number may be
-        that of a group of others."""
+        """The exit status. What the process has left of its group is killed once, when it has ended: later its number may be that
+        of a group of others."""
         status = await self._process.wait()
         if not self._ended:
             self._ended = True
-            self._private.close()
             _kill_group(self.pid)
+            self._private.close()
         return status
 
     async def terminate(self) -> None:
