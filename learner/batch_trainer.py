@@ -5,7 +5,8 @@ and which groups of a batch that cannot be trained on the buffer sets aside.
     an error of a step ──> may_be_data ──> faulty_groups proves some: they are set aside; else the step is tried once more
 
 Invariants:
-- All ranks plan the same over the same headers; each reads the rows that it works on, and no others.
+- All ranks plan the same over the same headers; each reads the rows that it works on, and no others. An advantage that is a
+  function of the user's works on all rows, on every rank.
 - A batch that cannot be trained on changes no weights: rows are checked when they arrive, before a model computes with them. The
   check costs a few passes in C over their arrays.
 - Memory, a disk, a deadline, another rank or the buffer are never the data: such an error keeps its meaning.
@@ -26,6 +27,7 @@ from ..buffer.client import BufferClient
 from ..buffer.messages import BatchPlan
 from ..buffer.trajectory import LOGPROB_LIMIT, BatchRow, Trajectory
 from ..common.routed_experts import RouterShape
+from ..configs.algorithm import PythonFunction
 from ..configs.schema import Learner
 from ..errors import LearnerError, SlipstreamError, StateError, describe
 from .algorithms import advantage_of, returns_of
@@ -86,6 +88,7 @@ class BatchTrainer:
         self._backend, self._buffer, self._aux_models = backend, buffer, aux_models
         self._vocabulary, self._annotations_bytes, self._on_trained = vocabulary, annotations_bytes, on_trained
         self._advantage, self._returns = advantage_of(config.algorithm), returns_of(config.algorithm)
+        self._credits_by_rows = isinstance(config.algorithm.advantage, PythonFunction)
         self._shape = overlong(config.algorithm.overlong, longest)
         self._image_files: dict[str, bytes] = {}  # of the batch in hand, by digest
         self._stepper = PolicyStepper(config, backend, longest)
@@ -190,11 +193,12 @@ class BatchTrainer:
     async def _credited(
         self, taken: BatchPlan[BatchRow], state: CheckpointState, rows: dict[str, Trajectory]
     ) -> TrainBatch | None:
-        """Collective. All sequences, with what aux models and estimators give their tokens. Those scored here are added to `rows`.
+        """Collective. All sequences, with what aux models and estimators give their tokens. Those read for it are added to `rows`.
         None as `_step`."""
         flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
         flat = msgspec.structs.replace(flat, carried=dict(state.algorithm))
-        wanted = self._aux_models.scored_rows(flat)
+        # The user's function may read any column, and must get the same batch on every rank.
+        wanted = range(len(flat)) if self._credits_by_rows else self._aux_models.scored_rows(flat)
         await self._read(taken, {flat.ids[i] for i in wanted}, rows)
         if await self._set_aside(taken, rows):
             return None

@@ -28,13 +28,13 @@ from slipstream.buffer.segments import read_arrays
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.trajectory import FINISHED, BatchRow, Trajectory, Turn, VersionSpan
 from slipstream.common.annotations import TRAINED
-from slipstream.configs.algorithm import Algorithm, Gae, Grpo
+from slipstream.configs.algorithm import Algorithm, Gae, Grpo, PythonFunction
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Buffer, Learner, Model, Optimizer
 from slipstream.learner.aux_models.aux_models import AuxModels
 from slipstream.learner.aux_models.base import LocalTrainableModel
 from slipstream.learner.aux_models.critic import Critic
-from slipstream.learner.batch import NO_VERSION
+from slipstream.learner.batch import NO_VERSION, TrainBatch
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.traces import ExpertTraces
 from slipstream.monitor.annotations import AnnotationWriter, read_annotations
@@ -52,13 +52,14 @@ GROUPS, MEMBERS, PROMPT, BUDGET, LONGEST = 2, 4, 300, 800, 1000
 
 class Job(msgspec.Struct):
     """One step by a rank, whose buffer is at `addresses[rank]`; the ids that it read and the weights go to `out`. With `traces`
-    each task has one."""
+    each task has one; with `own` the advantage is `by_logprobs`."""
 
     model: str
     out: str
     addresses: tuple[str, ...]
     critic: bool = False
     traces: bool = False
+    own: bool = False
 
 
 class Read(msgspec.Struct):
@@ -109,10 +110,20 @@ def trace(group: int) -> Trajectory:
     return msgspec.structs.replace(one, version_spans=spans, behavior_logprobs=silent)
 
 
+def by_logprobs(batch: TrainBatch, carried: dict[str, float]) -> np.ndarray:
+    """The advantage of each episode: its mean log-prob. Every sampled token of `full_buffer` has one below 0."""
+    assert (batch.behavior_logprobs[batch.sampled] < 0).all()
+    assert batch.token_ids.all()  # none is the id 0
+    assert batch.penalties is None
+    return np.bincount(batch.episode_of_token, batch.behavior_logprobs) / batch.lengths
+
+
 async def train(job: Job, rank: int) -> Read:
     """Returns what this rank has read."""
     backend = open_backend(job.model)
-    algorithm = Algorithm(advantage=Gae(lr=2e-5) if job.critic else Grpo(), minibatches=2)
+    own = PythonFunction(function="slipstream.tests.test_learner_rows:by_logprobs")
+    advantage = own if job.own else Gae(lr=2e-5) if job.critic else Grpo()
+    algorithm = Algorithm(advantage=advantage, minibatches=2)
     on_cpu = Fsdp2(device="cpu", tokens_per_microbatch=BUDGET)
     # Only rank 0 knows the learning rate in force, after a change of settings.
     config = Learner(
@@ -256,6 +267,23 @@ async def test_each_of_two_ranks_reads_its_own_rows_only_and_the_step_is_that_of
         assert two_ranks is not None
         assert one_rank.flags.tolist() == two_ranks.flags.tolist() == [TRAINED * bool(m) for m in rows[name].loss_mask]
         np.testing.assert_allclose(two_ranks.values, one_rank.values, rtol=0.01, atol=0.01)
+    weights, expected_weights = load_file(two.out), load_file(one.out)
+    for name, tensor in expected_weights.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.timeout(300)
+async def test_an_advantage_of_ones_own_gets_all_rows_on_each_of_two_ranks_and_the_step_is_that_of_one(
+    model: str, tmp_path: Path
+) -> None:
+    async with full_buffer(tmp_path / "one.sqlite") as (address, rows):
+        one = Job(model, str(tmp_path / "one"), (address,), own=True)
+        assert sorted((await train(one, 0)).ids) == sorted(rows)
+    async with full_buffer(tmp_path / "two.sqlite") as (address, rows):
+        two = Job(model, str(tmp_path / "two"), (address, address), own=True)
+        await asyncio.to_thread(run_on_two_ranks, tmp_path, __file__, [two])
+    for rank in range(2):
+        assert sorted(read_by(two, rank).ids) == sorted(rows)  # each once
     weights, expected_weights = load_file(two.out), load_file(one.out)
     for name, tensor in expected_weights.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6, msg=name)
