@@ -10,6 +10,7 @@ from .algorithm import (
     GROUPLESS,
     REFILLABLE,
     SELF_CORRECTING,
+    Algorithm,
     AutoCorrection,
     ClipCov,
     Distillation,
@@ -69,12 +70,14 @@ def group_problems(config: Config) -> Iterator[str]:
         )
     if buffer.group_size == 1 and buffer.filter not in ("none", "untruncated"):
         yield f"buffer.filter={buffer.filter} with buffer.group_size=1: there is one to choose; allowed are none and untruncated"
-    if buffer.dynamic_sampling and not isinstance(algorithm.advantage, REFILLABLE):
+    if buffer.dynamic_sampling and not (
+        isinstance(algorithm.advantage, REFILLABLE) or _learns_from_pairs_only(algorithm)
+    ):
         kinds = ", ".join(str(section.__struct_config__.tag) for section in REFILLABLE)
         yield (
             "buffer.dynamic_sampling=true would discard groups that teach: "
             f"learner.algorithm.advantage.kind={algorithm.advantage.__struct_config__.tag} learns from groups of equal rewards, "
-            f"too; allowed with it are {kinds}"
+            f"too; allowed with it are {kinds}, and none with learner.algorithm.loss.kind=dpo and no terms.imitation"
         )
     if buffer.dynamic_sampling and isinstance(algorithm.kl, Distillation):
         yield (
@@ -86,6 +89,12 @@ def group_problems(config: Config) -> Iterator[str]:
             f"learner.algorithm.overlong={algorithm.overlong} leaves no length unpunished: it is a part of agent.max_tokens="
             f"{config.agent.max_tokens}; allowed are 0 to {config.agent.max_tokens - 1}"
         )
+
+
+def _learns_from_pairs_only(algorithm: Algorithm) -> bool:
+    """Whether the loss is DPO's alone: a group of equal rewards has no pair."""
+    none = isinstance(algorithm.advantage, NoAdvantage) and not algorithm.terms["imitation"]
+    return none and isinstance(algorithm.loss, Dpo)
 
 
 def loss_problems(config: Config) -> Iterator[str]:
