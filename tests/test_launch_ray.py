@@ -195,6 +195,10 @@ NODE = (
 """A Ray node that has an empty folder at `$0`, as a host that does not mount what the others share."""
 
 
+def private_node(run: Path, cluster: Cluster) -> list[str]:
+    return ["unshare", "--mount", "--propagation=private", "sh", "-c", NODE, str(run), cluster.address]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 async def test_a_host_that_does_not_share_the_folder_of_the_run_is_named(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,9 +206,10 @@ async def test_a_host_that_does_not_share_the_folder_of_the_run_is_named(
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
     cluster.add_node(**QUIET, num_cpus=1)
-    private = ["unshare", "--mount", "--propagation=private", "sh", "-c", NODE, str(run), cluster.address]
     launcher = RayLauncher(run / "logs", 0, many_hosts=True)
-    node = await asyncio.create_subprocess_exec(*private, stdout=asyncio.subprocess.DEVNULL, start_new_session=True)
+    node = await asyncio.create_subprocess_exec(
+        *private_node(run, cluster), stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+    )
     try:
         async with asyncio.timeout(4 * WAIT_S):
             await asyncio.to_thread(cluster.wait_for_nodes)
@@ -218,6 +223,38 @@ async def test_a_host_that_does_not_share_the_folder_of_the_run_is_named(
         await launcher.close()
         os.killpg(node.pid, signal.SIGTERM)
         await node.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+async def test_a_role_waits_for_a_host_to_share_the_folder_of_the_run(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    first = cluster.add_node(**QUIET, num_cpus=1)
+    launcher = RayLauncher(run / "logs", 0, many_hosts=True)
+    node = None
+    try:
+        async with asyncio.timeout(4 * WAIT_S):
+            await launcher.place({"worker-0": 0})
+            process = await start(launcher, "worker-0")
+            node = await asyncio.create_subprocess_exec(
+                *private_node(run, cluster), stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+            await asyncio.to_thread(cluster.remove_node, first, allow_graceful=False)
+            assert await process.wait() == -9
+            moving = asyncio.create_task(launcher.move("worker-0"))
+            while "another is of no use" not in caplog.text:
+                assert not moving.done()
+                await asyncio.sleep(0.1)
+            mounting = ["nsenter", "--target", str(node.pid), "--mount", "umount", "--lazy", str(run)]
+            assert await (await asyncio.create_subprocess_exec(*mounting)).wait() == 0
+            assert (await moving).host == "127.0.0.2"
+    finally:
+        await launcher.close()
+        if node is not None:
+            os.killpg(node.pid, signal.SIGTERM)
+            await node.wait()
 
 
 def test_what_is_said_of_hosts_that_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ Invariants:
   while none has, and makes an actor there.
 - A buffer and a reward server stay where they are: the others know them by their addresses.
 - The buffer's processes are on the host of this process if that has room: the hosts whose loss ends a run are then one.
-- A role is started only where the run's folder is the one of this host.
+- A role is started only where the run's folder is the one of this host. `move` tries again, until `PLACE_S`, where it is not.
 - Ending what cannot be reached takes `END_S` and raises nothing.
 """
 
@@ -37,7 +37,7 @@ from .ray_actor import RayBundle
 from .shared_folder import folder_proof, require_shared
 
 START_S = 30.0  # longest wait for an actor that has answered before to start a process, the end of an old one included
-RETRY_S = 1.0  # between two actors of a role that were both lost at once: Ray has no event for when another may live
+RETRY_S = 1.0  # between two actors of a role that were lost at once or are of no use: Ray has no event for when another may live
 END_S = 10.0  # how long an actor may take to end its process; after that the actor itself is killed
 BUFFER = "buffer"
 FIXED = ("buffer", "reward")  # kinds of roles that cannot move to another host
@@ -262,25 +262,27 @@ class RayLauncher:
             try:
                 left = deadline - time.monotonic()
                 host, port = await self._answer(reserved, f"another place for {role}", max(0.0, left))
-                break
             except RayActorError as error:
                 log.warning("another place of %s is lost, too: %s", role, _line(error))
                 await asyncio.sleep(RETRY_S)
+                continue
             except DeadlineExceeded as error:
                 none = f"is lost, and Ray had no other within {PLACE_S:g} s"
                 raise PlacementLost(f"the place of {role} at {before.host} {none}") from error
-        if host != before.host:
+            if host == before.host:
+                return before
+            if role.partition("-")[0] in FIXED:
+                elsewhere = f"Ray has another at {host}, but the others know it at {before.host}"
+                raise PlacementLost(f"the place of {role} is lost; {elsewhere}")
             try:
                 await self._require_shared({role: host})
-            except (RayActorError, DeadlineExceeded, ConfigError) as error:
-                raise PlacementLost(
-                    f"the place of {role} at {before.host} is lost, and another is of no use: {_line(error)}"
-                ) from error
-        if host == before.host:
-            return before
-        if role.partition("-")[0] in FIXED:
-            elsewhere = f"Ray has another at {host}, but the others know it at {before.host}"
-            raise PlacementLost(f"the place of {role} is lost; {elsewhere}")
+                break
+            except (RayActorError, DeadlineExceeded, ConfigError) as error:  # of use once the folder is mounted there
+                useless = f"the place of {role} at {before.host} is lost, and another is of no use: {_line(error)}"
+                if time.monotonic() + RETRY_S >= deadline:
+                    raise PlacementLost(useless) from error
+                log.warning("%s", useless)
+                await asyncio.sleep(RETRY_S)
         if self._next_port:
             host, port = msgspec.structs.astuple(await self._port(role))[:2]
         self._placements[role] = Placement(host, port)
