@@ -16,12 +16,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from msgspec import structs
 
 from ..configs import Config
 from ..configs.evaluation import EvaluationSuite
-from ..errors import RoleDied
-from ..learner.checkpoint_folder import path_of, read_state
+from ..errors import CheckpointError, LearnerError, RoleDied
+from ..learner.checkpoint_folder import STATE_FILE, path_of, read_state
 from ..monitor.series import evaluation_line, read_evaluations
 from ..monitor.terminal import View
 from . import evaluations
@@ -35,7 +36,7 @@ def evaluate_checkpoint(config: Config, run_dir: Path, label: str, step: int, te
     """Play the suites that have no result of `step` yet, with the policy of the checkpoint of that step, and add their results to
     the run's; `tell` shows each. The engine runs on the GPUs that this process sees. Raises as `Supervisor`, LearnerError where the
     checkpoint cannot be read."""
-    folder, version = run_dir / FOLDER, read_state(path_of(run_dir / "checkpoints", step)).version
+    folder, version = run_dir / FOLDER, _version(path_of(run_dir / "checkpoints", step))
     if folder.exists():
         _take_over(run_dir, step, version, tell)
         shutil.rmtree(folder)
@@ -54,6 +55,23 @@ def evaluate_checkpoint(config: Config, run_dir: Path, label: str, step: int, te
         shutil.rmtree(model, ignore_errors=True)
         _take_over(run_dir, step, version, tell)
     shutil.rmtree(folder)  # where it failed, its logs stay
+
+
+def _version(checkpoint: Path) -> int:
+    """The version of the policy in a checkpoint. Raises CheckpointError where it is gone or damaged, and LearnerError where a disk
+    failed, which may pass."""
+    try:
+        return read_state(checkpoint).version
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} cannot be evaluated: it is gone; evaluate another step"
+        ) from None
+    except OSError as error:
+        why = f"its {STATE_FILE} cannot be read: {error}; look at the disk"
+        raise LearnerError(f"checkpoint {checkpoint} cannot be evaluated: {why}", final=False) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        why = f"its {STATE_FILE} is damaged: {error}; evaluate another step"
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be evaluated: {why}") from error
 
 
 def _one_server_config(config: Config, model: str, suites: dict[str, Config]) -> Config:

@@ -20,9 +20,9 @@ from slipstream.common.scores import EvaluationResult
 from slipstream.configs import load
 from slipstream.configs.environments import Dataset
 from slipstream.configs.suites import suites_of
-from slipstream.errors import ConfigError, StoreError
+from slipstream.errors import CheckpointError, ConfigError, LearnerError, StoreError
 from slipstream.launch import evaluations
-from slipstream.launch.checkpoint_evaluation import FOLDER
+from slipstream.launch.checkpoint_evaluation import FOLDER, evaluate_checkpoint
 from slipstream.launch.cli.main import main
 from slipstream.launch.launchers.local import LocalLauncher, ProcessHandle
 from slipstream.launch.run import resume, with_absolute_paths
@@ -170,6 +170,29 @@ async def test_checkpoints_are_evaluated_as_they_come_and_one_that_fails_is_give
     following.prune()
     kept = config.learner.checkpoint_keep
     assert [step_of(path) for path in checkpoints(root)] == sorted({10, *(5, 10, 20, 30, 40)[-kept:]})
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None:
+    checkpoint = path_of(tmp_path / "checkpoints", 3)
+
+    def refusal() -> LearnerError:
+        with pytest.raises(LearnerError, match=f"^checkpoint {checkpoint} cannot be evaluated: ") as refused:
+            evaluate_checkpoint(load("quickstart"), tmp_path, "label", 3, lambda line: None)
+        assert "\n" not in str(refused.value)
+        return refused.value
+
+    gone = refusal()
+    assert isinstance(gone, CheckpointError)
+    assert "it is gone" in str(gone)
+    checkpoint.mkdir(parents=True)
+    for content in (b'{"step": 3', b'{"step": 3}', b'"\xff"'):
+        (checkpoint / STATE_FILE).write_bytes(content)
+        damaged = refusal()
+        assert isinstance(damaged, CheckpointError)
+        assert "is damaged" in str(damaged)
+    (checkpoint / STATE_FILE).unlink()
+    (checkpoint / STATE_FILE).mkdir()
+    assert not refusal().final  # a disk may recover
 
 
 def test_a_suite_stays_what_it_was_in_a_run_that_goes_on(tmp_path: Path) -> None:
