@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shutil
 import sqlite3
+import tempfile
 import time
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -30,6 +33,7 @@ from slipstream.tests.test_dashboard_annotations import annotations_of
 
 GROUPS = 7
 FAR = 1e9  # seconds
+NOBODY = 65534  # a user without rights
 SAID = Explanation(run="runs/x", alerts=(), note=f"nothing {PLANTED}")
 
 
@@ -212,6 +216,41 @@ def test_the_command_writes_it_or_says_in_a_line_why_not(
         assert main(["dash", *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
+
+
+@pytest.fixture
+def locked() -> Iterator[Path]:
+    """A folder that this process has no permission for, in one that it has: root gives up its rights meanwhile."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as parent:
+        Path(parent).chmod(0o755)
+        folder = Path(parent).resolve() / "locked"
+        folder.mkdir(mode=0)
+        if user == 0:
+            os.seteuid(NOBODY)
+        yield folder
+        os.seteuid(user)
+        folder.chmod(0o700)
+
+
+TAKES_FOLDER = (("dash",), ("eval",), ("tune", "--minutes", "10"), ("submit", "slurm"))
+
+
+@pytest.mark.parametrize("command", TAKES_FOLDER, ids=lambda words: words[0])
+def test_a_folder_without_permission_is_said_in_a_line(
+    command: tuple[str, ...], locked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, str(locked / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{locked / 'run'} cannot be read: Permission denied" in line
+
+
+def test_a_folder_of_runs_without_permission_is_said_in_a_line(
+    locked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dash", str(locked)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be read: Permission denied" in line
 
 
 def test_a_run_ends_well_also_where_its_report_cannot_be_written(tmp_path: Path) -> None:

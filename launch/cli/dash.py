@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ...common.users import user_name
 from ...errors import ConfigError
 from ...monitor.output import print_line
-from .options import CommandTable
+from .options import CommandTable, is_folder
 
 if TYPE_CHECKING:
     from ...dashboard.runs import RunFolder
@@ -45,9 +45,12 @@ def dash(options: argparse.Namespace) -> int:
     if port not in PORTS:
         raise ConfigError(f"--port {port}: allowed are 0 to {PORTS.stop - 1}")
     root = Path(options.folder).resolve()
-    if not root.is_dir():
+    if not is_folder(root):
         raise ConfigError(f"{options.folder} is no folder")
-    runs = RunFolder(root, ACCESS)
+    try:
+        runs = RunFolder(root, ACCESS)
+    except OSError as error:  # for example without permission
+        raise ConfigError(f"{options.folder} cannot be read: {error.strerror or error}") from error
     if options.export is None:
         os.nice(NICE)
         asyncio.run(_serve(runs, options.host or HOST, port))
@@ -64,8 +67,10 @@ def _export(runs: RunFolder, path: Path) -> int:
 
     if (number := len(runs.runs()) + runs.left_out) > 1:
         raise ConfigError(f"--export: {runs.root} holds {number} runs; name one of them")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--export {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
+    if is_folder(path) or not is_folder(path.parent):
+        raise ConfigError(
+            f"--export {path}: {'is a folder' if is_folder(path) else f'there is no folder {path.parent}'}"
+        )
     (run,) = runs.runs()
     try:
         written = export_run(run, path, explain_or_say_why(run.folder, active=run.is_active()), EXPORT_S)

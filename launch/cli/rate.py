@@ -9,7 +9,7 @@ from ... import __version__
 from ...configs import load, run_config
 from ...errors import ConfigError
 from ...monitor.output import print_line, print_notice
-from .options import CommandTable, add_config
+from .options import CommandTable, add_config, is_folder
 
 SAMPLES = 8
 
@@ -35,7 +35,7 @@ def rate(options: argparse.Namespace) -> int:
 
     bounds, out = (options.min, options.max), Path(options.out)
     check_request(out, bounds)
-    if Path(options.config).is_dir():
+    if is_folder(options.config):
         from ..export import model_at  # takes seconds
 
         with model_at(options.config, overrides=options.overrides) as model:

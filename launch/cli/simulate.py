@@ -14,7 +14,7 @@ from rich.table import Table
 from ...errors import ConfigError
 from ...monitor.output import open_console, print_line
 from ...monitor.text import count, share
-from .options import CommandTable, add_overrides
+from .options import CommandTable, add_overrides, is_folder
 
 if TYPE_CHECKING:
     from ...planner.figures import RunFigures
@@ -54,8 +54,9 @@ def simulate(options: argparse.Namespace) -> int:
     for name, least in (("steps", 0), ("gpus", 2)):
         if (value := getattr(options, name)) is not None and value < least:
             raise ConfigError(f"--{name} {value}: allowed are {least} and more")
-    if options.out is not None and not Path(options.out).is_dir():
+    if options.out is not None and not is_folder(options.out):
         raise ConfigError(f"--out {options.out}: there is no such folder")
+    of_run = is_folder(options.source)
     dimensions = [simulation.sweep_of(text) for text in options.sweep]
     profile, folder = simulation.find_profile(options.source, options.profile)
     if options.gpus is not None:
@@ -64,7 +65,7 @@ def simulate(options: argparse.Namespace) -> int:
     out = folder if options.out is None else Path(options.out)
     saved: list[Path] = []
     if options.out is not None or not options.json:
-        if Path(options.source).is_dir():
+        if of_run:
             saved.append(simulation.save(profile, out))
         simulation.draw(found, out / simulation.PICTURE)
         saved.append(out / simulation.PICTURE)

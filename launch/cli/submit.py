@@ -13,7 +13,7 @@ import msgspec
 from ...configs import Config, load, run_config
 from ...errors import ConfigError, SlipstreamError
 from ...monitor.output import print_line, print_notice
-from .options import CommandParser, CommandTable, add_config
+from .options import CommandParser, CommandTable, add_config, is_folder
 
 if TYPE_CHECKING:
     from ..submit.job import Job
@@ -120,7 +120,7 @@ def _kubernetes(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> Config:
     """The config of a new run, or the one of a run that is to be resumed."""
-    if not Path(options.config).is_dir():
+    if not is_folder(options.config):
         return load(options.config, options.overrides, notice=print_notice)
     if options.overrides:
         raise ConfigError(
@@ -145,7 +145,7 @@ def _job(options: argparse.Namespace, kind: str, config: Config) -> Job:
     from ..submit.job import make_job, plan_nodes
 
     run_dir = Path(config.run.dir)
-    if not Path(options.config).is_dir() and run_dir.is_dir() and any(run_dir.iterdir()):
+    if not is_folder(options.config) and run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(
             f"run.dir: {run_dir} is not empty; resume it with `slipstream submit {kind} {run_dir}`, or name a new folder"
         )

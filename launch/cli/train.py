@@ -14,7 +14,7 @@ from ...configs import RUN_CONFIG, describe_schema, load, run_config
 from ...errors import ConfigError
 from ...monitor.output import print_line, print_notice
 from .config import fields_text
-from .options import CommandTable, add_config, add_overrides, add_run, add_step
+from .options import CommandTable, add_config, add_overrides, add_run, add_step, is_folder
 
 
 def register(commands: CommandTable) -> None:
@@ -64,7 +64,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from ...monitor.series import pass_text
 
     with contextlib.ExitStack() as stack:
-        if Path(options.config).is_dir():
+        if is_folder(options.config):
             from ..export import model_at  # takes seconds
 
             where = f"run.dir={options.config}"  # the run may have been moved

@@ -21,7 +21,7 @@ from ...configs import load, run_config
 from ...errors import ConfigError, Interrupted
 from ...monitor.output import open_console, print_line
 from ...monitor.text import count, duration, share
-from .options import FOLLOWER_NICE, CommandTable, add_config
+from .options import FOLLOWER_NICE, CommandTable, add_config, is_folder
 
 if TYPE_CHECKING:
     from ...planner.tune.search import TunedPoint
@@ -62,7 +62,7 @@ def tune(options: argparse.Namespace) -> int:
         return follow(options)
     if options.minutes is None:
         raise ConfigError("--minutes: must be given, as in --minutes 10; or --live, for a run that goes on")
-    if Path(options.config).is_dir():
+    if is_folder(options.config):
         raise ConfigError(
             f"{options.config} is a folder; a search takes a config, such as {options.config}/config.yaml"
         )
