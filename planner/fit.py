@@ -60,8 +60,8 @@ def profile_of(folder: Path, *, active: bool = True, resumable: bool = True) -> 
 
 
 def fit_profile(run: RunRecords, *, resumable: bool = True) -> RunProfile:
-    """Raises ConfigError where the run is colocated or has too few steps, and says how it goes on where it is `resumable`;
-    StoreError where a file of it is damaged."""
+    """Raises ConfigError where the run is colocated, where it has too few steps, and says how it goes on where it is `resumable`,
+    and where the buffer holds no sampled token of its steady steps any more; StoreError where a file of it is damaged."""
     config, rows = run.config, run.steady
     refuse_colocated(config)
     needed = run.settling + LEAST_STEPS
@@ -72,6 +72,11 @@ def fit_profile(run: RunRecords, *, resumable: bool = True) -> RunProfile:
         raise ConfigError(f"{run.folder}: the run has {found} steps{changed}; a profile needs {needed}{advice}")
     groups = run.groups
     episodes = [episode for group in groups for episode in group]
+    if not any(branch.sampled for episode in episodes for branch in episode):
+        raise ConfigError(
+            f"{run.folder}: the buffer holds no sampled token of a group since version {run.since}; a profile needs some: where "
+            "buffer.keep has dropped them, a run with a larger one has a profile"
+        )
     ids = {episode[0].group_id for episode in episodes}
     times = read_times(run.database, run.since, ids, active=run.active)
     spans = read_run_spans(run.folder, times.leased)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -151,6 +153,17 @@ def test_a_run_that_goes_on_has_a_profile_and_one_that_has_just_begun_is_refused
     (tmp_path / "longer" / "buffer.sqlite").unlink()
     with pytest.raises(StoreError, match="no buffer"):
         profile_of(tmp_path / "longer")
+
+
+@pytest.mark.parametrize("times", [True, False])
+def test_a_run_whose_steady_groups_were_dropped_is_refused(times: bool, tmp_path: Path) -> None:
+    """As `buffer.keep` drops them."""
+    RecordedRun(TRUTH, tmp_path / "run", times=times).record(9)
+    with contextlib.closing(sqlite3.connect(tmp_path / "run" / DATABASE)) as db, db:
+        db.execute("DELETE FROM trajectories")
+    with pytest.raises(ConfigError, match=r"run: the buffer holds no sampled token .* buffer\.keep") as refused:
+        profile_of(tmp_path / "run")
+    assert "\n" not in str(refused.value)
 
 
 def test_a_run_that_is_over_is_read_without_a_file_beside_it(tmp_path: Path) -> None:
