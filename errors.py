@@ -194,6 +194,11 @@ def _is_library(path: str) -> bool:
     return path.startswith(("<", _STANDARD_LIBRARY)) or "site-packages" in path or "dist-packages" in path
 
 
+def first_line(error: BaseException) -> str:
+    """Of the message of an error of a library, which may be a page; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def encodable(text: str) -> str:
     """`text` with half surrogate pairs, which have no encoding, as escapes: a user's exception may hold any text."""
     return text.encode("utf-8", "backslashreplace").decode()

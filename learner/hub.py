@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..common.modelscope import PREFIX, is_on_modelscope, require_on_modelscope
-from ..errors import ConfigError
+from ..errors import ConfigError, first_line
 
 HUB_S = 10.0  # seconds for the hub to answer whether a name exists
 CONFIG = "config.json"  # what every model has
@@ -34,8 +34,3 @@ def require_model(path: str, key: str) -> None:
             f"{key}: {path!r} is no folder in {Path.cwd()}, and the hub gave no model of that name: {first_line(error)}; allowed "
             f"are a folder with a model, which `slipstream init-model` makes, a name on the hub, and {PREFIX}ORG/NAME"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """Of the message of an error of the hub's client or of transformers, which may be a page."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

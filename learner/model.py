@@ -31,8 +31,8 @@ from ..common.kv_cache import kv_bytes_per_token
 from ..common.modelscope import is_on_modelscope, local_folder, repository_of
 from ..common.routed_experts import ROUTER_FAMILIES, RouterShape, routers_of
 from ..common.vision import attention_of
-from ..errors import ConfigError
-from .hub import first_line, require_model
+from ..errors import ConfigError, first_line
+from .hub import require_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # takes seconds to import, and a worker makes no model

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from ..common.modelscope import is_on_modelscope, local_folder
-from ..errors import ConfigError
+from ..errors import ConfigError, first_line
 from ..weightsync.checkpoint_layout import CheckpointLayout
-from .hub import first_line, require_model
+from .hub import require_model
 from .model import MODEL_KEY, require_unquantized
 
 FILES = ("*.safetensors", "*.json")

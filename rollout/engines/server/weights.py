@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from ....common import accelerator
 from ....common.images import FAMILIES
 from ....common.vision import attention_of
-from ....errors import ConfigError
+from ....errors import ConfigError, first_line
 from ....weightsync.checkpoint_layout import CheckpointLayout, Part
 from ....weightsync.fp8 import dequantized
 from ....weightsync.plan import TransferPlan
@@ -95,7 +95,7 @@ def load_model(path: str, dtype: str, attention: str | None = None) -> PreTraine
         model: PreTrainedModel = loader.from_pretrained(path, dtype=getattr(torch, dtype), **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"model.path: {path!r} is no causal language model for this server: {reason(error)}"
+            f"model.path: {path!r} is no causal language model for this server: {first_line(error)}"
         ) from error
     return model.eval()
 
@@ -104,8 +104,3 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """The tokens that end a sequence by the model's own settings."""
     eos = model.generation_config.eos_token_id if model.generation_config else model.config.eos_token_id
     return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-
-
-def reason(error: Exception) -> str:
-    """The first line of an error's message, or its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

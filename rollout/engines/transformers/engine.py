@@ -15,7 +15,7 @@ from ....common import accelerator
 from ....common.image_processor import ImageProcessor
 from ....common.images import FAMILIES
 from ....common.kv_cache import kv_bytes_per_token
-from ....errors import ConfigError, EngineError
+from ....errors import ConfigError, EngineError, first_line
 from ..base import SamplingParams
 from ..server import weights
 from ..server.contract import EngineServer, RequestLimits, SampledToken, Sequence
@@ -52,7 +52,7 @@ def serve(options: Options, make_runner: type[TransformersModelRunner] = Transfo
         )
         check_paging(runner, limits, TOLERANCE[options.dtype])
     except (EngineError, ValueError, TypeError, RuntimeError) as error:
-        why = weights.reason(error)
+        why = first_line(error)
         raise ConfigError(f"model.path: {options.model!r} cannot be served by kind {options.kind}: {why}") from error
     return EngineServer(runner, weights.ModelWeights(model), limits)
 
