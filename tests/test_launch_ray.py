@@ -196,7 +196,7 @@ NODE = (
 
 
 def private_node(run: Path, cluster: Cluster) -> list[str]:
-    return ["unshare", "--mount", "--propagation=private", "sh", "-c", NODE, str(run), cluster.address]
+    return ["unshare", "--mount", "--propagation=private", "sh", "-c", NODE, str(run), str(cluster.address)]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
