@@ -41,13 +41,14 @@ def adapt(model: PreTrainedModel, rank: int) -> None:
 
 
 def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of adapted layers under the names of the base, each with its adapter added in float32; others as they are."""
+    """Weights of adapted layers under the names of the base, each with its adapter added in float32; others as they are.
+    Each keeps its dtype."""
     merged_weights: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(BASE)
         if stem != name:
             up = as_pushed(stem + UP, tensors[stem + UP])[1]
-            merged_weights[stem + adapters.WEIGHT] = adapters.add(tensor, tensors[stem + DOWN], up)
+            merged_weights[stem + adapters.WEIGHT] = adapters.add(tensor, tensors[stem + DOWN], up).to(tensor.dtype)
         elif ".lora_A." not in name and ".lora_B." not in name:
             merged_weights[name.replace(".base_layer.", ".")] = tensor  # biases
     return merged_weights

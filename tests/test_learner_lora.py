@@ -1,0 +1,50 @@
+"""Adapters of FSDP2's models: what is exported of them and what engines make of them, and which layers have one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from slipstream.configs.backends import Fsdp2
+from slipstream.configs.schema import Model, Optimizer
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
+from slipstream.learner.packing import scoring_microbatch
+from slipstream.learner.sft import negative_log_likelihood
+from slipstream.tests.test_learner_families import TRAINED, write
+
+ROWS = [[3 + 5 * i % 60 for i in range(24)], [7 + 11 * i % 50 for i in range(9)]]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def trained(model: str, dtype: Any, exported: Path) -> tuple[Tensors, Tensors]:
+    """What an adapted model pushes, and what it exports, after a step in which B leaves 0."""
+    how = {"temperature": 1.0, "timeout_s": 60}
+    backend = Fsdp2Backend(Model(path=model, dtype=dtype), Optimizer(), Fsdp2(device="cpu", lora_rank=4), **how)
+    try:
+        backend.step([scoring_microbatch(ROWS)], negative_log_likelihood, 1e-2)
+        pushed = {name: tensor.clone() for name, tensor in backend.named_weights()}
+        backend.export(exported)
+    finally:
+        backend.close()
+    return pushed, stored(exported)
+
+
+def stored(folder: str | Path) -> Tensors:
+    found = Tensors()
+    for path in Path(folder).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def test_an_export_is_in_the_serving_dtype(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", "qwen3", TRAINED["qwen3"])
+    _, exported = trained(model, "bfloat16", tmp_path / "exported")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    begun = stored(model)
+    changed = {name for name, tensor in exported.items() if not torch.equal(tensor, begun[name].bfloat16())}
+    assert changed == {name for name in begun if name.endswith("_proj.weight")}
