@@ -14,6 +14,7 @@ from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.packing import scoring_microbatch
 from slipstream.learner.sft import negative_log_likelihood
 from slipstream.tests.test_learner_families import TRAINED, write
+from slipstream.weightsync.weight_check import base_weights, merge
 
 ROWS = [[3 + 5 * i % 60 for i in range(24)], [7 + 11 * i % 50 for i in range(9)]]
 
@@ -48,3 +49,16 @@ def test_an_export_is_in_the_serving_dtype(tmp_path: Path) -> None:
     begun = stored(model)
     changed = {name for name, tensor in exported.items() if not torch.equal(tensor, begun[name].bfloat16())}
     assert changed == {name for name in begun if name.endswith("_proj.weight")}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("minimax_m2", marks=pytest.mark.full)])
+def test_engines_have_the_dtypes_and_buffers_of_the_export(tmp_path: Path, family: str) -> None:
+    model = write(tmp_path / "model", family, TRAINED[family])
+    pushed, exported = trained(model, "bfloat16", tmp_path / "exported")
+    served, begun = dict(merge(pushed, base_weights(model))), stored(model)
+    assert {name: tensor.dtype for name, tensor in served.items()} == {n: t.dtype for n, t in exported.items()}
+    biases = [name for name in begun if name.endswith("e_score_correction_bias")]
+    assert biases
+    for name in biases:
+        assert torch.equal(served[name], begun[name])
+        assert torch.equal(exported[name], begun[name])

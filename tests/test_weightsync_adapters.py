@@ -45,6 +45,15 @@ def test_a_receiver_has_the_whole_model_with_products_added(folder, dtype):
     assert torch.equal(add(base["q.weight"], adapters["q.lora_A.weight"], zeros), base["q.weight"])
 
 
+def test_a_receiver_keeps_buffers_unrounded():
+    names = ("model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.1.layer_scalar")
+    base = {name: torch.rand(8) for name in names} | {"q.weight": torch.rand(4, 6)}
+    adapters = {name: torch.rand(shape).bfloat16() for name, shape in SHAPES.items()}
+    whole = dict(merge(adapters, base.items()))
+    assert all(torch.equal(whole[name], base[name]) for name in names)
+    assert whole["q.weight"].dtype is torch.bfloat16
+
+
 def test_adapters_that_fit_are_taken(folder):
     check_weights(plan_of(SHAPES), checkpoint_shapes(str(folder)), optional=frozenset())
 

@@ -5,6 +5,7 @@ added to it.
 
 Invariants:
 - W + B A is computed in float32 and rounded once, to the dtype in which the factors came: that in which the model is served.
+- Buffers, which no step changes, stay as they are, as in a push of all weights.
 - Every version starts from the files again: errors do not accumulate over pushes, and a late receiver lacks nothing.
 - A push holds adapters or all weights, never both.
 
@@ -33,6 +34,9 @@ TIED = frozenset({"lm_head.weight"})  # names that a push may lack where embeddi
 
 WEIGHT, DOWN, UP = ".weight", ".lora_A.weight", ".lora_B.weight"
 """What the names of a layer's weight [out, in], of A [rank, in] and of B [out, rank] end with. B holds the adapter's scale."""
+
+BUFFERS = ("e_score_correction_bias", "layer_scalar")
+"""What the names of buffers end with that checkpoints have: the biases by which routers balance experts, and Gemma 4's scales."""
 
 
 def check_weights(plan: TransferPlan, known: Shapes | None, *, optional: Set[str]) -> None:
@@ -109,13 +113,13 @@ def check_adapters(given: Mapping[str, tuple[int, ...]], known: Mapping[str, tup
 def merge(
     adapters: Mapping[str, torch.Tensor], base: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All of `base`, in the dtype of the adapters, each adapted weight with its product added."""
+    """All of `base`, each adapted weight with its product added; in the dtype of the adapters, but for `BUFFERS`."""
     dtype = next(iter(adapters.values())).dtype
     for name, weight in base:
         stem = name.removesuffix(WEIGHT)
         if stem + DOWN in adapters:
             weight = add(weight, adapters[stem + DOWN], adapters[stem + UP])
-        yield name, weight.to(dtype)
+        yield name, weight if name.endswith(BUFFERS) else weight.to(dtype)
 
 
 def add(weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
