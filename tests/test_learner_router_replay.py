@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.configs.backends import Fsdp2, Megatron
 from slipstream.configs.schema import Model
 from slipstream.errors import ConfigError
+from slipstream.launch.supervisor.factory import make_critic
 from slipstream.learner.backend import Backend
 from slipstream.learner.batch import supervised
 from slipstream.learner.batch_trainer import why_unusable
@@ -29,6 +30,7 @@ from slipstream.learner.packing import MicroBatch, to_microbatch
 from slipstream.learner.sft import negative_log_likelihood
 from slipstream.tests.episodes import trajectory
 from slipstream.tests.equality import OPTIMIZER, TEMPERATURE, VOCABULARY, make_model
+from slipstream.tests.placed import PRIME, config_of
 from slipstream.tests.ranks import DEADLINE_S, open_backend, run_on_two_ranks
 from slipstream.tests.routing import chosen, other_experts, told
 from slipstream.tests.test_learner_families import MIXTURES
@@ -195,6 +197,20 @@ def test_sequences_share_a_prefix_where_its_experts_are_the_same(folder: str) ->
     backend.close()
     wanted = expected(folder, sequences, recorded).where(row.loss_mask, 0.0)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_a_process_reward_model_routes_by_itself(folder: str) -> None:
+    """Whatever the policy's engine chose: it is another model by then."""
+    keys = ("rollout.engine.kind=transformers", "learner.backend.options=[router_replay]")
+    config, (ids, *_) = config_of(Path(folder), *PRIME, *keys), SEQUENCES
+    judge = make_critic(config)
+    (found,) = judge.logprobs([row_of([ids], RECORDED[:1])])
+    result = judge.step([row_of([ids], RECORDED[:1])], negative_log_likelihood, 0.0)
+    judge.close()
+    with torch.no_grad():
+        wanted = scored(plain(folder), ids, config.rollout.temperature)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    assert result.disagreement is None
 
 
 @pytest.mark.parametrize(

@@ -291,13 +291,17 @@ def make_reference(config: Config, model: Model) -> ShardedModel:
 
 
 def make_critic(config: Config) -> Backend:
-    """The auxiliary model that is trained: for `gae` a critic, for `prime` a policy that becomes a process reward model."""
-    if not isinstance(config.learner.algorithm.advantage, Gae):
-        return make_backend(config, temperature=config.rollout.temperature)
+    """The auxiliary model that is trained: for `gae` a critic, for `prime` a policy that becomes a process reward model. The
+    routers of such a model choose by themselves: what engines recorded are the policy's choices."""
+    learner = config.learner
+    if not isinstance(learner.algorithm.advantage, Gae):
+        options: Any = tuple(option for option in learner.backend.options if option != REPLAY)
+        learner = structs.replace(learner, backend=structs.replace(learner.backend, options=options))
+        return make_backend(structs.replace(config, learner=learner), temperature=config.rollout.temperature)
     from ...learner.aux_models.critic import Critic
 
-    held = Fsdp2(device=config.learner.backend.device)
-    return Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=collective_s(config))
+    held = Fsdp2(device=learner.backend.device)
+    return Critic(config.model, learner.optimizer, held, temperature=1.0, timeout_s=collective_s(config))
 
 
 def make_preference_model(config: Config) -> Backend:
