@@ -7,7 +7,8 @@ export is the merged model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import msgspec
@@ -31,7 +32,14 @@ def adapt(model: PreTrainedModel, rank: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and only adapters need it
 
     output = model.get_output_embeddings()
-    linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not output]
+    routing = {name for name, module in model.named_modules() if "Router" in type(module).__name__}
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and module is not output
+        and not routing & {name, name.rpartition(".")[0]}
+    ]
     config = LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=linear)
     # Of a mixture whose family it knows peft would adapt routers and fused experts in the place of some of these.
     unknown = torch.nn.ModuleDict({"model": model})
@@ -52,6 +60,14 @@ def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         elif ".lora_A." not in name and ".lora_B." not in name:
             merged_weights[name.replace(".base_layer.", ".")] = tensor  # biases
     return merged_weights
+
+
+def by_layer(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterable[dict[str, torch.nn.Parameter]]:
+    """The parameters of each adapted layer together, as `merged` wants them, and every other one alone."""
+    layers: dict[str, dict[str, torch.nn.Parameter]] = {}
+    for name, parameter in parameters:
+        layers.setdefault(re.split(r"\.base_layer\.|\.lora_", name)[0], {})[name] = parameter
+    return layers.values()
 
 
 def only_adapters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -62,3 +62,20 @@ def test_engines_have_the_dtypes_and_buffers_of_the_export(tmp_path: Path, famil
     for name in biases:
         assert torch.equal(served[name], begun[name])
         assert torch.equal(exported[name], begun[name])
+
+
+def test_gemma_4_is_exported_and_its_routers_have_none(tmp_path: Path) -> None:
+    """It has a linear layer outside its decoder layers, and routers that are linear layers."""
+    sizes = TRAINED["gemma4_text"] | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+    model = write(tmp_path / "model", "gemma4_text", sizes | {"moe_intermediate_size": 16})
+    pushed, exported = trained(model, "float32", tmp_path / "exported")
+    assert "model.per_layer_model_projection.lora_A.weight" in pushed
+    assert not any("router" in name for name in pushed)
+    served, begun = dict(merge(pushed, base_weights(model))), stored(model)
+    assert any("router.proj" in name for name in begun)
+    assert exported.keys() == begun.keys()
+    assert not torch.equal(
+        exported["model.per_layer_model_projection.weight"], begun["model.per_layer_model_projection.weight"]
+    )
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, served[name], atol=1e-6, rtol=0)

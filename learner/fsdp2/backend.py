@@ -167,7 +167,7 @@ class Fsdp2Model(ShardedModel):
                 module.reshard()
 
     def _units(self) -> list[dict[str, torch.nn.Parameter]]:
-        """What is gathered at the same time: a layer, whose parameters may be converted together, or one parameter of no layer."""
+        """What is gathered at the same time: a layer, whose parameters may be converted together, else a module or parameter."""
         layers = set(map(id, self._layers))
         units = [
             {f"{prefix}.{name}": parameter for name, parameter in layer.named_parameters()}
@@ -175,7 +175,7 @@ class Fsdp2Model(ShardedModel):
             if prefix and id(layer) in layers
         ]
         within = {name for unit in units for name in unit}
-        return [*({n: p} for n, p in self._model.named_parameters() if n not in within), *units]
+        return [*lora.by_layer((n, p) for n, p in self._model.named_parameters() if n not in within), *units]
 
     def _stored_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that a checkpoint has; every rank holds them whole."""
