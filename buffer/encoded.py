@@ -80,6 +80,8 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
         prompt = hashlib.blake2b(self.arrays[: 4 * size].data, digest_size=7)
         for image in decoded.images:
             prompt.update(image.digest.encode() if image.end <= size else b"")
+        if decoded.experts is not None:  # the learner computes tokens with other experts as other tokens
+            prompt.update(xxhash.xxh3_128_digest(np.ascontiguousarray(decoded.experts[:size]).data))
         number, checksum = int.from_bytes(prompt.digest(), "big"), checksum_of(self.arrays.data)
         return EncodedRow(self.header, len(decoded), number, position, checksum)
 

@@ -66,7 +66,8 @@ class TrainBatch(msgspec.Struct, frozen=True):
     step_rewards: NDArray[np.float64]  # float64[R], the reward after each step, episode by episode
     greedy: NDArray[np.bool_]  # bool[E], baselines that were played at temperature 0
     masked: NDArray[np.bool_]  # bool[E], episodes that carry no loss and are compared with
-    prompts: NDArray[np.int64] | None = None  # int64[S], hashes of tokens before the first sampled one
+    # int64[S], hashes of tokens before the first sampled one, and of their experts
+    prompts: NDArray[np.int64] | None = None
     teacher: NDArray[np.int64] | None = (
         None  # int64[S], the reference policy that scores the sequence; None where there is one
     )

@@ -128,7 +128,8 @@ def _heads(batch: TrainBatch) -> list[Head]:
             heads.append((i, 0))
         elif batch.prompts is None:
             seen = () if batch.images is None else tuple(one.digest for one in batch.images[i] if one.end <= size)
-            heads.append(((batch.token_ids[start : start + size].tobytes(), seen), size))
+            routed = b"" if batch.experts is None else batch.experts[start : start + size].tobytes()
+            heads.append(((batch.token_ids[start : start + size].tobytes(), seen, routed), size))
         else:
             whole = size == int(batch.sampled[start:end].argmax())
             heads.append((int(batch.prompts[i]), size) if whole else (("own", i), 0))

@@ -137,7 +137,11 @@ def test_experts_go_with_the_arrays_of_their_tokens(dtype: type) -> None:
     held = DeliveredTrajectory.of(EXAMPLE.episode, sent, encoded)
     assert (held.id, held.row) == (EXAMPLE.id, encoded.row)
     row = encoded.row.decode()
-    assert (row.length, row.prompt) == (4, EncodedTrajectory.of(EXAMPLE).row.prompt)
+    others = msgspec.structs.replace(EXAMPLE, experts=experts + (np.arange(4) > 0).astype(dtype)[:, None, None])
+    changed = msgspec.structs.replace(EXAMPLE, experts=experts + dtype(1))
+    assert row.length == 4
+    assert row.prompt == EncodedTrajectory.of(others).row.prompt  # those of the prompt's one token are the same
+    assert len({row.prompt, *(EncodedTrajectory.of(one).row.prompt for one in (changed, EXAMPLE))}) == 3
     for got in (encoded.decode(), with_arrays(row, encoded.arrays)):
         got.check()
         assert got.experts is not None

@@ -16,18 +16,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from slipstream.buffer.trajectory import Turn, VersionSpan
 from slipstream.configs.backends import Fsdp2, Megatron
 from slipstream.configs.schema import Model
 from slipstream.errors import ConfigError
 from slipstream.launch.supervisor.factory import make_critic
 from slipstream.learner.backend import Backend
-from slipstream.learner.batch import supervised
+from slipstream.learner.batch import by_token, supervised, trainable, with_rows
 from slipstream.learner.batch_trainer import why_unusable
 from slipstream.learner.fsdp2.attention import plan_sharing
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.model import read_routers
-from slipstream.learner.packing import MicroBatch, to_microbatch
+from slipstream.learner.packing import MicroBatch, microbatches, plan_steps, to_microbatch
 from slipstream.learner.sft import negative_log_likelihood
+from slipstream.tests.episodes import row_of as as_batch_row
 from slipstream.tests.episodes import trajectory
 from slipstream.tests.equality import OPTIMIZER, TEMPERATURE, VOCABULARY, make_model
 from slipstream.tests.placed import PRIME, config_of
@@ -197,6 +199,36 @@ def test_sequences_share_a_prefix_where_its_experts_are_the_same(folder: str) ->
     backend.close()
     wanted = expected(folder, sequences, recorded).where(row.loss_mask, 0.0)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("as_rows", [True, False], ids=["rows", "trajectories"])
+def test_a_micro_batch_is_within_its_budget_where_a_prompts_experts_differ(as_rows: bool) -> None:
+    """Of six members with one prompt three have experts in common; a head whose experts differ is computed once more."""
+    budget, prompt = 60, np.array(SEQUENCES[0][:24], dtype=np.int32)
+    mask, ids = np.arange(30) >= 24, [np.concatenate([prompt, np.full(6, i)]).astype(np.int32) for i in range(6)]
+    heads = [other_experts(24, 2, 2, 4, seed=seed) for seed in (1, 2, 1, 3, 1, 4)]
+    members = [
+        msgspec.structs.replace(
+            trajectory(f"0.0.{i}"),
+            token_ids=ids[i],
+            loss_mask=mask,
+            behavior_logprobs=np.where(mask, np.float32(-1), np.float32(0)),
+            version_spans=(VersionSpan(24, 30, 0),),
+            turns=(Turn(24, 30, "stop"),),
+            experts=torch.cat([head, other_experts(6, 2, 2, 4, seed=i)]).numpy().astype(np.uint8),
+        )
+        for i, head in enumerate(heads)
+    ]
+    if as_rows:
+        batch = trainable(by_token([as_batch_row(one) for one in members], 0), 0)
+        whole = with_rows(batch, members)
+        (plan,) = plan_steps(batch, 1, 0, 1, budget, shares_prefixes=True)
+        found = [to_microbatch(whole.select(row)) for row in plan]
+    else:
+        found = microbatches(trainable(by_token(members, 0), 0), 0, 1, budget, shares_prefixes=True)
+    computed = [len(plan_sharing(row).kept) for row in found]
+    assert max(computed) <= budget
+    assert sum(computed) == 24 + 3 * 6 + 3 * 30
 
 
 def test_a_process_reward_model_routes_by_itself(folder: str) -> None:
