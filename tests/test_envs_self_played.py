@@ -205,6 +205,9 @@ async def test_the_library_plays_through_the_gateway(
     assert sampled(result) == [sum(len(ids) for _, ids in script.log)]
     wrong = await play(source, "The answer is 1")
     assert (wrong.outcome.kind, wrong.reward) == ("finished", 0.0)
+    assert (
+        make is inspect or wrong.trajectories[0].metrics["serving"] == 1.0
+    )  # the library's servers outlive an episode
     lost = await play(source, generate=down)
     assert (lost.outcome.kind, lost.outcome.reason, lost.trajectories) == ("failed", "engine", ())
     full = await play(source, "word " * 300, max_tokens=40, max_tokens_per_turn=40)

@@ -50,7 +50,8 @@ class VerifiersEnv(SimpleEnv):
         what = f"tasks of {config.taskset}"
         numbers = numbers_of_split(len(self._tasks), config.evaluation, split, key=key, what=what)
         self._order = EpochOrder(numbers, split, seed)
-        self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Any]] = (
+        # By loop the library's context manager, whose end would end its servers, and what enters it.
+        self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, asyncio.Task[Any]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -97,13 +98,15 @@ class VerifiersEnv(SimpleEnv):
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             # Not by the episode's own task: what it opens must outlive it.
-            self._serving[loop] = loop.create_task(self._library.serving().__aenter__(), name="verifiers' servers")
-        serving = self._serving[loop]
+            manager: Any = self._library.serving()
+            self._serving[loop] = manager, loop.create_task(manager.__aenter__(), name="verifiers' servers")
+        entered = self._serving[loop]
+        _, serving = entered
         try:
             await asyncio.shield(serving)
         except BaseException:
             failed = serving.done() and (serving.cancelled() or serving.exception() is not None)
-            if failed and self._serving.get(loop) is serving:
+            if failed and self._serving.get(loop) is entered:
                 del self._serving[loop]  # the next episode tries again
             raise
 
