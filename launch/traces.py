@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..buffer.trajectory import Trajectory
     from ..envs import EnvPart, Observation
     from ..envs.dataset.traces import TaskTrace, Trace
+    from ..rollout.env_guard import TaskMemo
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,9 @@ async def _grade_all(inputs: RunInputs) -> list[Trajectory]:
     queue = enumerate(_by_environment(inputs))
 
     async def grade_on() -> None:
-        for number, (key, part, one) in queue:
+        for number, (key, part, tasks, one) in queue:
             try:
-                graded[number] = await grader.grade(part, one)
+                graded[number] = await grader.grade(part, one, tasks)
             except (EnvError, PolicyError, ToolError) as error:
                 raise ConfigError(f"{key}.traces: {one.trace.place}: {error}") from error
 
@@ -74,9 +75,13 @@ async def _grade_all(inputs: RunInputs) -> list[Trajectory]:
     return [one for one in graded if one is not None]
 
 
-def _by_environment(inputs: RunInputs) -> Iterator[tuple[str, EnvPart, TaskTrace]]:
+def _by_environment(inputs: RunInputs) -> Iterator[tuple[str, EnvPart, TaskMemo, TaskTrace]]:
+    """Traces; those of a part share its newest task: another part has another one of this number."""
+    from ..rollout.env_guard import TaskMemo
+
     for key, part, found in zip(parts_by_key(inputs.config.env), inputs.train, inputs.traces, strict=True):
-        yield from ((key, part, one) for one in found)
+        tasks = TaskMemo()
+        yield from ((key, part, tasks, one) for one in found)
 
 
 class _Grader:
@@ -84,35 +89,35 @@ class _Grader:
 
     def __init__(self, inputs: RunInputs) -> None:
         from ..learner.model import vocabulary_size
-        from ..rollout.env_guard import EpisodeLimits, TaskMemo
+        from ..rollout.env_guard import EpisodeLimits
 
         rollout = inputs.config.rollout
         self._limits = EpisodeLimits(rollout.episode_s, rollout.step_s, rollout.tool_s)
         self._renderer, self._most = inputs.renderer(), inputs.config.agent.max_tokens
         self._vocabulary = vocabulary_size(inputs.config.model.path)
-        self._tasks = TaskMemo()
 
-    async def grade(self, part: EnvPart, one: TaskTrace) -> Trajectory | None:
+    async def grade(self, part: EnvPart, one: TaskTrace, tasks: TaskMemo) -> Trajectory | None:
         """The trace as a trajectory; None where it is too long. Raises EnvError, ToolError or PolicyError."""
         from ..agents import Session
         from ..buffer.trajectory import FINISHED
         from ..rollout.env_guard import EnvGuard
 
-        env = EnvGuard(part, self._limits, self._tasks)
+        env = EnvGuard(part, self._limits, tasks)
         try:
-            task = await env.open(one.index)
-            opening = await env.reset(task)
-            token_ids, start = self._rendered(opening, one.trace)
-            if len(token_ids) > self._most:
-                return None
-            session = Session(
-                self._renderer,
-                _scripted_generate(token_ids[start:]),
-                vocabulary=self._vocabulary,
-                max_tokens_per_turn=self._most,
-                max_tokens=self._most,
-            )
-            await env.step(await session.chat(opening.messages, opening.tools))
+            with env.calls:
+                task = await env.open(one.index)
+                opening = await env.reset(task)
+                token_ids, start = self._rendered(opening, one.trace)
+                if len(token_ids) > self._most:
+                    return None
+                session = Session(
+                    self._renderer,
+                    _scripted_generate(token_ids[start:]),
+                    vocabulary=self._vocabulary,
+                    max_tokens_per_turn=self._most,
+                    max_tokens=self._most,
+                )
+                await env.step(await session.chat(opening.messages, opening.tools))
         finally:
             await env.close()
         (trajectory,) = session.trajectories(

@@ -70,6 +70,20 @@ def test_a_trace_is_graded_by_its_environment_and_has_the_tokens_of_an_episode(p
         assert (one.outcome, one.turn_rewards, one.metrics) == (FINISHED, (one.reward,), {"characters": len(text)})
 
 
+def test_tasks_of_the_same_number_in_two_environments_are_not_mixed_up(policy: Path, folder: Path) -> None:
+    """Each has one row, so that the last task of the first and the first of the second have the same number."""
+    write("rows.jsonl", ROWS[:1])
+    write("others.jsonl", [{"prompt": "Shout 0.", "answer": "no", "id": "other"}])
+    write("experts.jsonl", [{"prompt": "Say 0.", "trace": ROWS[0]["answer"]}])
+    write("shouts.jsonl", [{"prompt": "Shout 0.", "trace": "no"}])
+    parts = [
+        f"{name}: {{kind: dataset, path: {rows}, reward: 'my.py:score', evaluation: 0.0, traces: {traces}}}"
+        for name, rows, traces in (("a", "rows.jsonl", "experts.jsonl"), ("b", "others.jsonl", "shouts.jsonl"))
+    ]
+    found = graded(policy, f"env={{kind: mixture, parts: {{{', '.join(parts)}}}}}")
+    assert [(one.env, one.reward) for one in found] == [("a", 1.0), ("b", 1.0)]
+
+
 def test_traces_that_are_too_long_are_left_out_and_refused_where_none_is_left(policy: Path, folder: Path) -> None:
     write("experts.jsonl", [{"prompt": "Say 3.", "trace": "long " * 300}, {"prompt": "Say 1.", "trace": "short"}])
     assert [one.task_id for one in graded(policy)] == ["rows-train-row-1"]
