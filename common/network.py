@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import socket
 
+ANY = ("0.0.0.0", "::")  # addresses that stand for all of a host's
+
+
+def name_to_open(host: str) -> str:
+    """How another host writes `host`, on which this one listens, in a URL."""
+    name = socket.gethostname() if host in ANY else host
+    return f"[{name}]" if ":" in name else name
+
 
 def address_towards(host: str, port: int) -> str:
     """This host's own address on the route to `host`. Connecting a datagram socket sends nothing. Raises OSError: no route."""

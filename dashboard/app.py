@@ -29,6 +29,7 @@ import msgspec
 from aiohttp import web
 
 from ..buffer.image_files import ImageFiles
+from ..common.network import name_to_open
 from ..errors import ConfigError, SlipstreamError, with_deadline
 from .answers import READS, Question, Read
 from .explanation import LiveExplanation
@@ -97,8 +98,7 @@ class DashServer:
     @property
     def url(self) -> str:
         """What to open; with the token, which the page then keeps as a cookie."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}/" + (f"?token={self._token}" if self._token else "")
+        return f"http://{name_to_open(self._host)}:{self.port}/" + (f"?token={self._token}" if self._token else "")
 
     # --- who may ask ----------------------------------------------------------------------------------------------
 

@@ -8,16 +8,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..buffer.trajectory import EnvCall, Outcome
+from ..buffer.trajectory import UNWANTED, EnvCall, Outcome
 from .index import TrajectoryIndex
 from .store import StoreReader
 
 NEWEST = 500  # trajectories whose calls are counted
 LOOKED_AT = 20_000  # newest episodes among which failed ones are looked for
 FAILURES = 50  # shown
+HAS_FAILED = f"""e.outcome LIKE '{{"kind":"failed"%' AND json_extract(e.outcome, '$.reason') <> '{UNWANTED}'"""
 FAILED = (
-    "SELECT id, group_id, outcome, worker, length, delivered_time FROM {part}.episodes"
-    ' WHERE rowid > (SELECT max(rowid) FROM {part}.episodes) - ? AND outcome LIKE \'{"kind":"failed"%\' ORDER BY rowid DESC LIMIT ?'
+    "SELECT e.id, e.group_id, e.outcome, e.worker, e.length, e.delivered_time FROM {part}.episodes e"
+    " WHERE e.rowid > (SELECT max(rowid) FROM {part}.episodes) - ?"
+    f" AND {HAS_FAILED} ORDER BY e.rowid DESC LIMIT ?"
 )
 
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..buffer.trajectory import UNWANTED, Outcome
+from ..buffer.trajectory import Outcome
 from ..errors import ConfigError, StoreError
 from ..monitor.text import reward
-from .environments import LOOKED_AT
+from .environments import HAS_FAILED, LOOKED_AT
 from .index import Source
 from .runs import WatchedRun
 from .store import ReadConnection
@@ -28,7 +28,6 @@ BY = {"worst": "min(t.reward), e.rowid DESC", "best": "max(t.reward) DESC, e.row
 EPISODES = " FROM groups g JOIN episodes e ON e.group_id = g.id"
 TRAJECTORIES = f"{EPISODES} JOIN trajectories t ON t.episode_id = e.id"
 OF_VERSION, OF_EVALUATION = " WHERE g.trained_at = ?", " WHERE g.request = ?"
-HAS_FAILED = f"""e.outcome LIKE '{{"kind":"failed"%' AND json_extract(e.outcome, '$.reason') <> '{UNWANTED}'"""
 EVALUATIONS = "SELECT request FROM groups GROUP BY request ORDER BY max(id)"
 FAILED = (
     "SELECT e.id, e.delivered_time FROM {part}.episodes e WHERE e.rowid > (SELECT max(rowid) FROM {part}.episodes) - ?"
@@ -128,7 +127,9 @@ def _select_episodes(
 ) -> EpisodeSelection | None:
     """Of those that did not fail; None where there are none."""
     played = TRAJECTORIES + where
-    query = f"SELECT count(DISTINCT e.id), count(DISTINCT g.id), avg(t.reward), min(t.reward), max(t.reward){played}"
+    # The branches of an episode have its reward, each.
+    rewards = f"SELECT g.id AS of, avg(t.reward) AS reward{played} GROUP BY e.id"
+    query = f"SELECT count(*), count(DISTINCT of), avg(reward), min(reward), max(reward) FROM ({rewards})"
     episodes, groups, mean, least, most = db.one(query, value) or (0, 0, None, None, None)
     if not episodes:
         return None

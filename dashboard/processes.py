@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..monitor.prometheus import FRESH_S
 from .gauges import GaugeTable
 
 LOGS = "logs"  # folder of a run
@@ -19,8 +20,9 @@ RECENT_S = 10.0  # mean of the share of a core
 
 def processes(gauges: GaugeTable) -> list[dict[str, Any]]:
     """By role: the newest line of each, its age in seconds, and the share of a core that it had. Raises OSError."""
-    now, found = time.time(), []
-    for role, one in sorted(gauges.roles().items()):
+    now, found, roles = time.time(), [], gauges.roles()
+    last = max((one.times[-1] for one in roles.values()), default=0.0)
+    for role, one in sorted(roles.items()):
         newest = one.times[-1]
         cores = one.between(newest - RECENT_S, newest, 1).get("cpu_s", [None])[0]
         shown = {
@@ -30,7 +32,8 @@ def processes(gauges: GaugeTable) -> list[dict[str, Any]]:
         }
         found.append({
             "role": role, "pid": one.pid, "age_s": max(0.0, now - newest), "cores": cores, "rss": one.last.get("rss"),
-            "dropped": one.last.get("dropped"), "gauges": shown, "replicas": one.last.get("replicas") or {},
+            "dropped": one.last.get("dropped"), "gauges": shown,
+            "replicas": (last - newest < FRESH_S and one.last.get("replicas")) or {},
             "gpus": _gpus(role, one.last),
         })  # fmt: skip
     return found

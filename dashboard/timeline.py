@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
 import threading
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -61,7 +62,12 @@ class Timeline:
         t0 = max(first, t1 - WINDOW_S) if t0 is None else t0
         with self._lock:
             begin = bisect_left(self._spans, t0, key=_end)
-            touching = [span for span in self._spans[begin:] if span.t0 <= t1][-SPANS_SHOWN:]
+            touching = [span for span in self._spans[begin:] if span.t0 <= t1]
+        if len(touching) > SPANS_SHOWN:
+            longest = heapq.nlargest(
+                SPANS_SHOWN, range(len(touching)), key=lambda i: _end(touching[i]) - touching[i].t0
+            )
+            touching = [touching[i] for i in sorted(longest)]
         series = {
             role: found for role, gauges in self._gauges.roles().items() if (found := gauges.between(t0, t1, points))
         }

@@ -25,6 +25,7 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Metric, make_wsgi_app
 from prometheus_client.registry import Collector
 
+from ..common.network import name_to_open
 from ..errors import ConfigError, DeadlineExceeded, SlipstreamError, describe
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ SILENT_S = 10.0  # longest wait for a client's next byte
 SCRAPE_S = 30.0  # longest request and answer, however steadily its bytes come and go
 AGAIN_S = 0.5  # scrapes within this time share what was read
 POLL_S = 0.1  # between two looks for the end of the server
-ANY = ("0.0.0.0", "::")  # addresses that stand for all of a host's
 
 Read = Callable[[], Sequence[Metric]]
 App = Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]
@@ -55,8 +55,7 @@ class MetricsServer:
                 f"{key}: {port} on {host} cannot be listened on ({error.strerror or error}); {choose}"
             ) from None
         self.port = int(self._server.server_address[1])
-        name = socket.gethostname() if host in ANY else host
-        self.address = f"[{name}]:{self.port}" if ":" in name else f"{name}:{self.port}"
+        self.address = f"{name_to_open(host)}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
 
     @property

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from slipstream.buffer.ledger_report import ledger_report
-from slipstream.buffer.trajectory import BatchRow, Outcome
+from slipstream.buffer.trajectory import UNWANTED, BatchRow, Outcome
+from slipstream.common.spans import Span
 from slipstream.dashboard import timeline
 from slipstream.dashboard.accounts import PART, TokenAccounts
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.environments import environments
 from slipstream.dashboard.gauges import GaugeTable
 from slipstream.dashboard.index import TrajectoryIndex
-from slipstream.dashboard.processes import TAIL
+from slipstream.dashboard.processes import TAIL, processes
 from slipstream.dashboard.runs import RunFolder
 from slipstream.dashboard.store import StoreReader
 from slipstream.dashboard.timeline import Timeline
@@ -143,6 +145,27 @@ def test_gauges_have_gaps_where_nothing_was_said_and_rates_where_counts_only_gro
     assert table.roles()["worker-0"].between(104.9, 105.1, 1)["playing"] == [9]
 
 
+def test_a_window_keeps_the_longest_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long run the beginning is not cut off: what is left out is what is thin."""
+    monkeypatch.setattr("slipstream.dashboard.timeline.SPANS_SHOWN", 4)
+    run = DashboardRun(tmp_path / "run")
+    run.close()
+    began = 1000.0
+    spans = [Span(began + i, began + i + (0.9 if i % 3 == 0 else 0.1), "train", {"step": i}) for i in range(12)]
+    lines(run.folder / "spans" / "learner-0.12.jsonl", [msgspec.to_builtins(one) for one in spans])
+    store = StoreReader(run.folder, lambda: False)
+    window = Timeline(run.folder, GaugeTable(run.folder), store).window(began, began + 12)
+    assert [one.t0 - began for one in window["phases"]] == [0, 3, 6, 9]
+
+
+def test_servers_are_as_the_processes_that_live_see_them(tmp_path: Path) -> None:
+    folder = tmp_path / "series"
+    for role, t, version in (("worker-0", 100.0, 3), ("worker-1", 200.0, 9), ("worker-2", 190.0, 9)):
+        lines(folder / f"{role}.11.jsonl", [{"t": t, "replicas": {"engine-0": {"version": version, "sent": 2}}}])
+    seen = {one["role"]: one["replicas"] for one in processes(GaugeTable(tmp_path))}
+    assert {role for role, replicas in seen.items() if replicas} == {"worker-1", "worker-2"}
+
+
 def test_a_follower_reads_each_line_once_and_a_new_file_from_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "file"
     follower = LineFollower(path)
@@ -168,6 +191,7 @@ def test_failed_episodes_say_why_and_calls_how_long(tmp_path: Path) -> None:
     assert lease is not None
     failed = Outcome("failed", "tool", f"no connection {PLANTED}")
     run.replay.leases.deliver(lease.episode(2), failed, {1: 7}, {})
+    run.replay.leases.deliver(lease.episode(3), Outcome("failed", UNWANTED), {1: 9}, {})  # its group was complete
     run._save([])
     run.close()
     store = StoreReader(run.folder, lambda: False)
