@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar
@@ -177,6 +178,8 @@ def checked_metrics(metrics: object) -> dict[str, float]:
             raise EnvError(f"a metric with the name {name!r:.100}; allowed is text of {METRIC_LIMIT} characters")
         if (number := as_number(value)) is None:
             raise EnvError(without_await(value) or f"the metric {name!r:.100} is {value!r:.100}; allowed are numbers")
+        if not math.isfinite(number):
+            raise EnvError(f"the metric {name!r:.100} is {number}; allowed are finite numbers")
         found[name] = number
     return found
 

@@ -51,7 +51,8 @@ async def measure(source: TaskSource, concurrent: int, seconds: float) -> EnvSpe
     beating = asyncio.create_task(_beat(lag), name="beat")
     started = time.perf_counter()
     try:
-        players = (_play_until(until, source, indices, resets, steps) for _ in range(concurrent))
+        makes = asyncio.Lock()  # a source makes one task at a time
+        players = (_play_until(until, source, indices, makes, resets, steps) for _ in range(concurrent))
         episodes = sum(await asyncio.gather(*players))
     finally:
         beating.cancel()
@@ -60,13 +61,19 @@ async def measure(source: TaskSource, concurrent: int, seconds: float) -> EnvSpe
 
 
 async def _play_until(
-    until: float, source: TaskSource, indices: Iterator[int], resets: list[float], steps: list[float]
+    until: float,
+    source: TaskSource,
+    indices: Iterator[int],
+    makes: asyncio.Lock,
+    resets: list[float],
+    steps: list[float],
 ) -> int:
     """Play one episode after the other, one at least; returns how many."""
     played = 0
     while played == 0 or time.perf_counter() < until:
         index = next(indices)
-        task = await in_time(in_thread(source.task, index), f"task {index}")
+        async with makes:
+            task = await in_time(in_thread(source.task, index), f"task {index}")
         env = source.make()
         try:
             began = time.perf_counter()

@@ -104,9 +104,15 @@ async def in_time(work: Awaitable[T], what: str, seconds: float | None = None) -
         raise BrokenCall(f"{what} raised {describe_user_error(error)}") from error
 
 
-async def play(source: TaskSource, index: int) -> bytes:
-    """An episode of a scripted policy: its opening and what followed, encoded. Raises BrokenCall."""
-    task = checked(await in_time(in_thread(source.task, index), f"task {index}"), Task, f"task {index}")
+async def make_task(source: TaskSource, index: int) -> Task:
+    """Raises BrokenCall."""
+    return checked(await in_time(in_thread(source.task, index), f"task {index}"), Task, f"task {index}")
+
+
+async def play(source: TaskSource, index: int, task: Task | None = None) -> bytes:
+    """An episode of a scripted policy: its opening and what followed, encoded. `task` is made before where several are played at
+    once: a source makes one at a time. Raises BrokenCall."""
+    task = task or await make_task(source, index)
     env, seen = source.make(), []
     try:
         opening = checked(await in_time(env.reset(task), "reset"), Observation, "reset")
@@ -247,7 +253,8 @@ async def episodes(subject: Subject) -> str:
             raise ContractViolation(
                 f"task {i} played again by the same policy went another way: use the task's own randomness"
             )
-    at_once = await asyncio.gather(*(play(subject.source, i) for i in range(EPISODES) for _ in range(4)))
+    tasks = [(i, await make_task(subject.source, i)) for i in range(EPISODES) for _ in range(4)]
+    at_once = await asyncio.gather(*(play(subject.source, i, task) for i, task in tasks))
     if [at_once[4 * i + j] for i in range(EPISODES) for j in range(4)] != [
         alone[i] for i in range(EPISODES) for _ in range(4)
     ]:

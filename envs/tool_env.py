@@ -56,9 +56,9 @@ class ToolEnv(SimpleEnv):
     async def step(self, message: Message) -> StepResult:
         self._turn += 1
         if not message.tool_calls and not message.malformed:
-            return StepResult(reward=await self._scored(message.content), done=True)
+            return StepResult(reward=await self._scored(message.content), done=True, metrics=self._use.metrics)
         if self._turn == self.turns:
-            return StepResult(done=True, truncated=True)
+            return StepResult(done=True, truncated=True, metrics=self._use.metrics)
         return StepResult(await self._use.answers(message))
 
     def _opening(self, task: Task, tools: Sequence[Tool]) -> Observation:

@@ -176,7 +176,7 @@ async def test_a_coroutine_function_and_metrics(folder: Path) -> None:
         ("nothing", "my.py:nothing returned None"),
         ("unnamed", r"my.py:unnamed returned \{'accuracy': 1.0\} without reward or score"),
         ("several", r"my.py:several returned array"),
-        ("raises", r"my.py:raises raised KeyError: 'no such column' \(my.py, line 26\)"),
+        ("raises", r"my.py:raises raised KeyError: 'no such column' \(my.py:26 in raises\)"),
     ],
 )
 async def test_a_function_that_gives_no_reward_is_an_error_and_not_a_zero(folder: Path, function, complaint) -> None:
@@ -194,7 +194,10 @@ async def test_a_function_that_gives_no_reward_is_an_error_and_not_a_zero(folder
             dataset(reward="broken.py:score"),
             r"env.reward: cannot import broken.py: SyntaxError: .*\(broken.py, line 1\)",
         ),
-        (dataset(reward="raising.py:score"), r"cannot import raising.py: RuntimeError: no key \(raising.py, line 2\)"),
+        (
+            dataset(reward="raising.py:score"),
+            r"cannot import raising.py: RuntimeError: no key \(raising.py:2 in <module>\)",
+        ),
         (
             dataset(reward="my.py:other"),
             r"env.reward: my.py:other takes \(text\); allowed are \(completion, row\), TRL",

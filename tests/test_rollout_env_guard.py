@@ -64,6 +64,7 @@ async def test_what_is_no_result_is_the_environments_failure(returned, complaint
         ({1: 0.5}, "a metric with the name 1; allowed is text of 200 characters"),
         ({"\ud800": 0.5}, r"a metric with the name '\\ud800'"),
         ({"n" * 201: 0.5}, "a metric with the name 'nnn"),
+        ({"a": float("inf")}, "the metric 'a' is inf; allowed are finite numbers"),
         ({"a": "0.5"}, "the metric 'a' is '0.5'; allowed are numbers"),
         ([0.5], r"metrics of \[0.5\]; allowed are numbers by their names"),
     ],

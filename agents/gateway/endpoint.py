@@ -1,8 +1,8 @@
 """The gateway's endpoint of one episode: the URL and key that its agent is given, and the calls that the agent makes there.
 
 Invariants:
-- A call runs in a task of its own: it outlives its client's connection, so that a retry gets the same replies and nothing is
-  sampled twice.
+- A call runs in a task of its own: it outlives its client's connection, so that a retry of OpenAI's or Anthropic's
+  client gets the same replies and nothing is sampled twice.
 - Calls run in the context of the episode: tool calls that they make are attributed to it.
 - After `close` no call runs, and none begins.
 """

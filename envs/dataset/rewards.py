@@ -20,7 +20,6 @@ import inspect
 import math
 import re
 import sys
-import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ import msgspec
 
 from ...common.targets import load_target
 from ...common.unawaited import without_await
-from ...errors import ConfigError, EnvError, describe
+from ...errors import ConfigError, EnvError, describe, user_line
 from ..base import as_number
 from ..loading import require_file
 from ..sandbox import require_sandbox
@@ -220,5 +219,4 @@ def _from_file(key: str, file: str, name: str) -> Callable[..., Any]:
 
 def _raising_line(error: BaseException) -> str:
     """File and line of the user's code that raised, for the end of a message; "" where none of it ran."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    return f" ({line})" if (line := user_line(error)) else ""

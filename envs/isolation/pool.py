@@ -4,7 +4,8 @@ Invariants:
 - Processes are started when they are needed, at most as many as there are slots. One that has ended is replaced at the next
   request for its slot; the episodes in it fail, and no other.
 - An episode stays in its process. A new one goes to the process with the fewest.
-- A call that was cancelled has ended, or its process has, within `ANSWER_S` and `ABORT_S`.
+- A process that does not answer to the cancellation of a call, within `ANSWER_S` and `ABORT_S`, is killed. A call that ignores its
+  cancellation, in a process that answers, is abandoned.
 """
 
 from __future__ import annotations

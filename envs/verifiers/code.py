@@ -102,7 +102,7 @@ def program_of(completion: str) -> str:
 
 
 async def by_calls(sandbox: Sandbox, program: str, cases: Cases) -> float:
-    """Call the function with each input within `TOTAL_S`; compare here."""
+    """Call the function with each input, all within `TOTAL_S` and within the CPU time and the output of one run; compare here."""
     given = json.dumps(cases.inputs) + "\n" + program
     ran = await _python(sandbox, ("-c", CALLS, cases.fn_name), given, TOTAL_S)
     printed = ran.stdout.split("\n")[:-1]
