@@ -104,7 +104,7 @@ def _read(path_or_preset: str, top: reflect.StructType, notice: Notice, below: t
     path = Path(os.path.expanduser(path_or_preset))
     if below and not path.is_absolute() and path_or_preset not in presets():
         path = below[-1].parent / path
-    if not path.is_file():
+    if not is_file(path):
         if path_or_preset not in presets():
             where = f"{below[-1]}: extends: " if below else ""
             known = ", ".join(presets())
@@ -334,6 +334,14 @@ RUN_CONFIG = "config.yaml"  # in the folder of a run
 def run_config(run: str | Path) -> Path:
     """The config file of a run folder. Raises ConfigError where the folder holds no run."""
     path = Path(run) / RUN_CONFIG
-    if not path.is_file():
+    if not is_file(path):
         raise ConfigError(f"{run} holds no run: there is no {path}")
     return path
+
+
+def is_file(path: Path) -> bool:
+    """Raises ConfigError where the user may not look."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -12,7 +12,7 @@ from watchfiles import watch
 
 from ..common import accelerator
 from ..configs import Config, load, run_config
-from ..errors import SlipstreamError
+from ..errors import SlipstreamError, describe
 from ..monitor.alerts import ALERTS
 from ..monitor.metrics import METRICS
 from ..planner.explain.evidence import Hardware
@@ -58,6 +58,9 @@ def explain_or_say_why(folder: Path, *, active: bool) -> Explanation:
     except SlipstreamError as error:
         log.warning("the run is not explained: %s", error)
         return Explanation(run=str(folder), alerts=(), note=f"not explained: {error}")
+    except Exception as error:  # a finished run does not fail by its explanation
+        log.exception("the run is not explained")
+        return Explanation(run=str(folder), alerts=(), note=f"not explained: {describe(error)}")
 
 
 def follow(folder: Path, gpus: int | None = None) -> Iterator[Explanation]:

@@ -176,11 +176,11 @@ class TerminalView(View):
 
     def _draw(self) -> RenderableType:
         numbers = self._numbers() if self._row else [Text("no step yet", "dim")]
-        status = _by_kind(self._status)
+        status = _by_kind(self._status.copy())  # copies: the event loop changes them, and a thread draws
         width = max(map(len, status), default=0) + 2
         roles = [_line((f"{role:{width}}", "cyan"), text) for role, text in sorted(status.items())]
-        events = [_line((event, "yellow")) for event in self._events]
-        alerts = [_line((f"! {_alert_text(one)}", _ALERT_STYLES[one.severity])) for one in self._alerts.values()]
+        events = [_line((event, "yellow")) for event in list(self._events)]
+        alerts = [_line((f"! {_alert_text(one)}", _ALERT_STYLES[one.severity])) for one in list(self._alerts.values())]
         blocks = ([Text(), *lines] for lines in (alerts, roles, events) if lines)
         return Group(self._progress, *numbers, *itertools.chain.from_iterable(blocks))
 
