@@ -60,7 +60,7 @@ FULL = (
     r"test_launch_withheld::",
     r"test_launch_ray::test_(placements_that_are_lost|only_a_role)",
     r"test_launch_ray::test_a_node_that_is_lost",
-    r"test_launch_ray::test_a_host_that_does_not_share",
+    r"test_launch_ray::test_a_(host_that_does_not_share|role_waits_for_a_host)",
     r"test_launch_ray::test_a_run_that_is_terminated",
     r"test_learner_staleness::.*\[(0-withhold|1-drop|4-wait|8-withhold)\]",
     r"test_benchmarks_learner::test_bench_learner_end_to_end",
