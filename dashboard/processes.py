@@ -21,7 +21,7 @@ RECENT_S = 10.0  # mean of the share of a core
 def processes(gauges: GaugeTable) -> list[dict[str, Any]]:
     """By role: the newest line of each, its age in seconds, and the share of a core that it had. Raises OSError."""
     now, found, roles = time.time(), [], gauges.roles()
-    last = max((one.times[-1] for one in roles.values()), default=0.0)
+    last = max((one.times[-1] for role, one in roles.items() if role.startswith("worker-")), default=0.0)
     for role, one in sorted(roles.items()):
         newest = one.times[-1]
         cores = one.between(newest - RECENT_S, newest, 1).get("cpu_s", [None])[0]

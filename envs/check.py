@@ -245,6 +245,12 @@ async def opening(subject: Subject) -> str:
     return f"{len(seen.messages)} messages, tools: {', '.join(tools) or 'none'}"
 
 
+async def play_at_once(source: TaskSource, times: int = 1) -> list[bytes]:
+    """The first `EPISODES` episodes, each so many times. Raises BrokenCall."""
+    tasks = [(i, await make_task(source, i)) for i in range(EPISODES) for _ in range(times)]
+    return await asyncio.gather(*(play(source, i, task) for i, task in tasks))
+
+
 async def episodes(subject: Subject) -> str:
     """Episodes end well whatever the policy says, are the same again, and the same when they run at once."""
     alone = [await play(subject.source, i) for i in range(EPISODES)]
@@ -253,8 +259,7 @@ async def episodes(subject: Subject) -> str:
             raise ContractViolation(
                 f"task {i} played again by the same policy went another way: use the task's own randomness"
             )
-    tasks = [(i, await make_task(subject.source, i)) for i in range(EPISODES) for _ in range(4)]
-    at_once = await asyncio.gather(*(play(subject.source, i, task) for i, task in tasks))
+    at_once = await play_at_once(subject.source, 4)
     if [at_once[4 * i + j] for i in range(EPISODES) for j in range(4)] != [
         alone[i] for i in range(EPISODES) for _ in range(4)
     ]:
@@ -294,7 +299,7 @@ async def _longest_stand_still(subject: Subject) -> float:
     with CpuStarvation() as starvation:
         beating = asyncio.create_task(beat(starvation))
         try:
-            await asyncio.gather(*(play(subject.source, i) for i in range(EPISODES)))
+            await play_at_once(subject.source)
             await asyncio.sleep(0.002)  # the last block is seen, too
         finally:
             beating.cancel()
@@ -307,7 +312,7 @@ async def leaks(subject: Subject) -> str:
 
     async def rounds(n: int) -> tuple[int, int, int]:
         for _ in range(n):
-            await asyncio.gather(*(play(subject.source, i) for i in range(EPISODES)))
+            await play_at_once(subject.source)
         gc.disable()  # what only the collector would release counts as held
         try:
             for _ in range(20):  # threads and processes that end take a moment

@@ -59,7 +59,7 @@ class ToolEnv(SimpleEnv):
             return StepResult(reward=await self._scored(message.content), done=True, metrics=self._use.metrics)
         if self._turn == self.turns:
             return StepResult(done=True, truncated=True, metrics=self._use.metrics)
-        return StepResult(await self._use.answers(message))
+        return StepResult(await self._use.answers(message), metrics=self._use.metrics)
 
     def _opening(self, task: Task, tools: Sequence[Tool]) -> Observation:
         asked = self.question(task)

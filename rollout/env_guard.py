@@ -179,10 +179,14 @@ class EnvGuard:
             self.finished = result.done and not result.truncated
         return result
 
+    def end(self) -> None:
+        """Refuse calls from now on: the episode has its outcome."""
+        self._closed = True
+
     async def close(self) -> None:
         """Release the environment. A failure here is logged and changes no reward. A caller that is cancelled returns only when the
         environment is closed, too."""
-        self._closed = True
+        self.end()
         closing = asyncio.create_task(self._close(), name=f"end of the environment of task {self.task.id!r:.100}")
         try:
             await asyncio.shield(closing)

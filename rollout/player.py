@@ -137,7 +137,10 @@ class EpisodePlayer:
             stack.enter_context(env.calls)
             stack.enter_context(env.unawaited)
             stack.push_async_callback(env.close)
-            stack.push_async_callback(requests.close)  # first: what an agent left behind samples no more
+            stack.push_async_callback(
+                requests.close
+            )  # before the environment: what an agent left behind samples no more
+            stack.callback(env.end)
             outcome, error = await _run_agent(self._agents[lease.env], env, session, lease.task, self._limits.episode_s)
         timings = {"total": time.perf_counter() - started, "environment": env.seconds}
         turn_rewards, metrics = tuple(env.rewards), env.metrics | session.metrics

@@ -37,6 +37,17 @@ class Good(SimpleEnv):
             return StepResult(tuple([(await call_tool(tools, call))[0] for call in message.tool_calls]))
         return StepResult((Message("user", f"no, {self.n + self.turns}"),), done=self.turns > 6)
 
+class MakesOneAtATime(Good):
+    """As the contract allows: a source's `task` is never called twice at once."""
+    making = threading.Lock()
+    def task(self, index):
+        if not self.making.acquire(blocking=False): raise RuntimeError("two tasks at once")
+        try:
+            time.sleep(0.002)
+            return super().task(index)
+        finally:
+            self.making.release()
+
 class HashSeed(Good):
     def task(self, index): return Task(f"t-{index}", {"n": hash(f"{index}") % 1000})
 
@@ -239,10 +250,11 @@ def test_a_planted_fault_is_found(name: str, check: str, complaint: str) -> None
     "config",
     [
         PythonEnv(factory="faulty:Good"),
+        PythonEnv(factory="faulty:MakesOneAtATime"),
         Gymnasium(id="FrozenLake-v1", max_turns=12),
         TextArena(id="2048-v0-raw", max_turns=6),
     ],
-    ids=["own", "gymnasium", "textarena"],
+    ids=["own", "one task at a time", "gymnasium", "textarena"],
 )
 def test_good_environments_pass_every_check(config) -> None:
     subject = subject_of(config, 0)

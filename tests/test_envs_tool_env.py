@@ -90,6 +90,7 @@ async def test_calls_are_answered_in_their_order_and_the_first_message_without_o
     assert [message.tool_call_id for message in told.messages] == ["0", "1", "2"]
     ended = await shop.step(Message("assistant", str(PRICES[item])))
     assert (ended.reward, ended.done, ended.truncated) == (1.0, True, False)
+    assert told.metrics == ended.metrics == {"tool_calls": 3.0, "tool_errors": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,7 @@ async def test_an_episode_without_an_answer_ends_truncated(shop):
         assert not (await shop.step(Message("assistant", "", malformed="no JSON"))).done
     ended = await shop.step(calls(("stock", {"count": 1})))
     assert (ended.done, ended.truncated, ended.reward) == (True, True, 0.0)
+    assert ended.metrics == {"tool_calls": 0.0, "tool_errors": 2.0}
 
 
 async def test_a_score_may_be_a_coroutine_and_a_question_messages():

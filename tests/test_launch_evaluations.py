@@ -483,7 +483,7 @@ def test_an_evaluation_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytes
     small = (*PERIODIC[:-2], f"evaluation.suites={{away: {suite}}}", *steps)
     done = slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small, check=False)
     assert "the evaluation of step 2 is given up, the run goes on: " in done.stdout
-    assert "my.py:score raised OSError: the service is away (my.py, line 5)" in done.stdout
+    assert "my.py:score raised OSError: the service is away (my.py:5 in score)" in done.stdout
     assert "evaluator ended with exit status 1: " not in done.stdout  # it is not begun again in the same way
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     assert (run / "model").is_dir()

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,9 @@ class NemoGymEnv(SimpleEnv):
         if reward is None:
             raise EnvError(f"{self._url}/verify answered without a reward: {json.dumps(verdict)[:SHOWN]}")
         metrics = {
-            name: value for name in verdict if name not in self._row and (value := as_number(verdict[name])) is not None
+            name: value
+            for name in verdict
+            if name not in self._row and (value := as_number(verdict[name])) is not None and math.isfinite(value)
         }
         metrics.pop("reward", None)
         return StepResult(

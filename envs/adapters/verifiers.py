@@ -86,7 +86,8 @@ class VerifiersEnv(SimpleEnv):
         reward = traces[0].reward
         if not isinstance(reward, int | float) or not math.isfinite(reward):
             raise EnvError(f"verifiers: an episode of {self.name} has the reward {reward!r}")
-        metrics = {name: float(value) for name, value in dict(traces[0].metrics or {}).items()}
+        values = {name: float(value) for name, value in dict(traces[0].metrics or {}).items()}
+        metrics = {name: value for name, value in values.items() if math.isfinite(value)}
         return StepResult((), float(reward), done=True, metrics=metrics)
 
     def _context(self, endpoint: PolicyEndpoint) -> Any:

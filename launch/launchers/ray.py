@@ -253,7 +253,7 @@ class RayLauncher:
         return RayProcess(role, actor, pid)
 
     async def move(self, role: str) -> Placement:
-        before, deadline = self._placements[role], time.monotonic() + PLACE_S
+        before, deadline, useless = self._placements[role], time.monotonic() + PLACE_S, ""
         while True:
             ray.kill(self._actors[role])  # it may be alive but out of reach
             self._renew(role)
@@ -267,8 +267,8 @@ class RayLauncher:
                 await asyncio.sleep(RETRY_S)
                 continue
             except DeadlineExceeded as error:
-                none = f"is lost, and Ray had no other within {PLACE_S:g} s"
-                raise PlacementLost(f"the place of {role} at {before.host} {none}") from error
+                none = f"the place of {role} at {before.host} is lost, and Ray had no other within {PLACE_S:g} s"
+                raise PlacementLost(useless or none) from error
             if host == before.host:
                 return before
             if role.partition("-")[0] in FIXED:
