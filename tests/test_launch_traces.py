@@ -22,9 +22,11 @@ from slipstream.learner.traces import FILE
 from slipstream.tests import tiny
 from slipstream.tests.runs import SMALL, check_accounts, metrics, query, slipstream
 
+# Not in the working folder: a grading that is cancelled may write when that is the next test's.
 REWARD = """
+import os
 def score(completion, row):
-    open("graded.txt", "a").write(completion + "\\n")
+    open(os.path.join(os.path.dirname(__file__), "graded.txt"), "a").write(completion + "\\n")
     if completion == "raise":
         raise ValueError("no such answer")
     return {"reward": float(completion == row["answer"]), "characters": len(completion)}
