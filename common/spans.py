@@ -41,18 +41,23 @@ _ahead_s = time.time() - time.perf_counter()
 
 def time_of_day() -> float:
     """Seconds since the epoch, by the monotonic clock of this process: the clock of a host is set by milliseconds now and then."""
+    return sum(_clock())
+
+
+def _clock() -> tuple[float, float]:
+    """The monotonic clock, and by how much the time of day is ahead of it."""
     global _ahead_s
-    since, shown = time.perf_counter(), time.time()
-    if abs(shown - since - _ahead_s) > SET_S:
-        _ahead_s = shown - since
-    return since + _ahead_s
+    now, shown = time.perf_counter(), time.time()
+    if abs(shown - now - _ahead_s) > SET_S:
+        _ahead_s = shown - now
+    return now, _ahead_s
 
 
 @contextlib.contextmanager
 def timed(record: RecordSpan, what: str, **ids: Id) -> Iterator[None]:
     """Record this block, however it ends."""
-    t0, started = time_of_day(), time.perf_counter()
+    began, ahead = _clock()
     try:
         yield
     finally:
-        record(Span(t0, t0 + time.perf_counter() - started, what, ids))
+        record(Span(began + ahead, time.perf_counter() + ahead, what, ids))

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from slipstream.common import spans
@@ -94,6 +95,18 @@ def test_what_is_within_something_is_within_it_in_the_record_though_the_clock_is
     assert abs(time_of_day() - shown() - ahead[0]) < SET_S
     ahead[0] = 0.0
     assert abs(time_of_day() - shown()) < SET_S
+
+
+def test_what_is_within_something_is_within_it_also_where_the_process_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process has the core between any two looks at the clock."""
+    found, looks = list[Span](), iter((0.0, 0.010, 0.011, 0.011, 0.012, 0.0125, 0.013))
+    monkeypatch.setattr(spans, "time", SimpleNamespace(time=time.time, perf_counter=lambda: next(looks)))
+    with timed(found.append, "episode"), timed(found.append, "step"):
+        pass
+    inner, outer = found
+    assert outer.t0 <= inner.t0 <= inner.t1 <= outer.t1
 
 
 def test_a_full_queue_drops_and_counts_and_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
