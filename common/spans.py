@@ -53,11 +53,32 @@ def _clock() -> tuple[float, float]:
     return now, _ahead_s
 
 
+class Stopwatch:
+    """Starts when it is made. Of two of them, one of which lives within the other, the times lie within each other, too: the clock
+    is read once at either end.
+
+    Attributes:
+        began: time of day.
+    """
+
+    def __init__(self) -> None:
+        self._started, self._ahead = _clock()
+        self.began = self._started + self._ahead
+
+    def now(self) -> float:
+        """The time of day."""
+        return time.perf_counter() + self._ahead
+
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._started
+
+
 @contextlib.contextmanager
 def timed(record: RecordSpan, what: str, **ids: Id) -> Iterator[None]:
     """Record this block, however it ends."""
-    began, ahead = _clock()
+    watch = Stopwatch()
     try:
         yield
     finally:
-        record(Span(began + ahead, time.perf_counter() + ahead, what, ids))
+        record(Span(watch.began, watch.now(), what, ids))

@@ -18,14 +18,13 @@ import contextvars
 import functools
 import inspect
 import operator
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from ..common import tasks
-from ..common.spans import time_of_day
+from ..common.spans import Stopwatch
 from ..common.unawaited import traced, without_await
 from ..errors import DeadlineExceeded, ToolError, describe_user_error, with_deadline
 from .base import JSON, Image, Message, ToolCall, ToolSpec
@@ -64,7 +63,7 @@ class ToolCallTracker:
     @contextlib.contextmanager
     def timed(self, tool: str) -> Iterator[None]:
         """A call of `tool`."""
-        begin, started = time_of_day(), time.perf_counter()
+        watch = Stopwatch()
         error: Literal["", "invalid", "tool", "cancelled"] = ""
         try:
             yield
@@ -79,7 +78,7 @@ class ToolCallTracker:
             raise
         finally:
             if len(self.ended) < TIMES_KEPT:
-                self.ended.append(ToolTime(tool[:NAME_KEPT], begin, begin + time.perf_counter() - started, error))
+                self.ended.append(ToolTime(tool[:NAME_KEPT], watch.began, watch.now(), error))
 
     def __enter__(self) -> None:
         self._token = _TRACKER.set(self)

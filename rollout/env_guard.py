@@ -16,14 +16,13 @@ import contextlib
 import copy
 import inspect
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
 
 from ..buffer.trajectory import CALLS_LIMIT, NAME_LIMIT, EnvCall
-from ..common.spans import time_of_day
+from ..common.spans import Stopwatch
 from ..common.tasks import being_cancelled
 from ..common.unawaited import UnawaitedLog, without_await
 from ..envs import EnvPart
@@ -243,7 +242,7 @@ class EnvGuard:
     @contextlib.contextmanager
     def _attributed(self, what: Literal["task", "reset", "step"], call: str) -> Iterator[None]:
         """Turn exceptions of the environment, and coroutines that it drops, into EnvError, and record its times."""
-        begin, started, dropped = time_of_day(), time.perf_counter(), len(self.unawaited.lines)
+        watch, dropped = Stopwatch(), len(self.unawaited.lines)
         failed: Literal["", "tool", "environment", "cancelled"] = ""
         try:
             yield
@@ -263,10 +262,10 @@ class EnvGuard:
             raise failure from error
         finally:
             del self.unawaited.lines[dropped:]  # those of a call that failed or was cancelled may be innocent
-            took = time.perf_counter() - started
-            self.seconds += took
+            end = watch.now()
+            self.seconds += end - watch.began
             tools = [EnvCall(t.begin, t.end, "tool", t.tool, t.error) for t in self.calls.take_ended()]
-            self.timed += [*tools, EnvCall(begin, begin + took, what, "", failed)][: CALLS_LIMIT - len(self.timed)]
+            self.timed += [*tools, EnvCall(watch.began, end, what, "", failed)][: CALLS_LIMIT - len(self.timed)]
 
 
 def _require_argument(call: str, given: object, kind: type) -> None:

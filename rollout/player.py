@@ -24,7 +24,7 @@ from ..agents.session import Session
 from ..buffer.messages import Lease
 from ..buffer.trajectory import DETAIL_LIMIT, FINISHED, TRUNCATED, Outcome, Trajectory
 from ..common.images import PromptImage
-from ..common.spans import Id, RecordSpan, Span, no_record, time_of_day
+from ..common.spans import Id, RecordSpan, Span, Stopwatch, no_record
 from ..common.unawaited import without_await
 from ..configs.schema import Config
 from ..envs import EnvPart, require_penalties
@@ -110,7 +110,7 @@ class EpisodePlayer:
         with the episode or that the agent cancelled. `record` receives the episode, its completions and its calls of the
         environment, also where the episode is cancelled."""
         env = EnvGuard(self.parts[lease.env], self._limits, self._tasks[lease.env])
-        began, started = time_of_day(), time.perf_counter()
+        watch = Stopwatch()
         ids: dict[str, Id] = {"episode": lease.episode(member), "env": lease.env, "task": lease.task}
         ids["leased_at"] = lease.version
         try:
@@ -121,7 +121,7 @@ class EpisodePlayer:
             for call in env.timed:
                 of = {"episode": lease.episode(member), "tool": call.tool, "error": call.error}
                 record(Span(call.begin, call.end, call.what, {key: value for key, value in of.items() if value}))
-            record(Span(began, began + time.perf_counter() - started, "episode", ids))
+            record(Span(watch.began, watch.now(), "episode", ids))
 
     async def _play(
         self, lease: Lease, member: int, env: EnvGuard, on_tokens: OnTokens, record: RecordSpan
@@ -132,17 +132,16 @@ class EpisodePlayer:
         session, part = self._make_session(requests.generate), self.parts[lease.env]
         if self._records_experts:
             requests.experts_known = session.experts_known
-        began, started = time_of_day(), time.perf_counter()
+        watch = Stopwatch()
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(env.calls)
             stack.enter_context(env.unawaited)
             stack.push_async_callback(env.close)
-            stack.push_async_callback(
-                requests.close
-            )  # before the environment: what an agent left behind samples no more
+            # Before the environment: what an agent left behind samples no more.
+            stack.push_async_callback(requests.close)
             stack.callback(env.end)
             outcome, error = await _run_agent(self._agents[lease.env], env, session, lease.task, self._limits.episode_s)
-        timings = {"total": time.perf_counter() - started, "environment": env.seconds}
+        timings = {"total": watch.seconds(), "environment": env.seconds}
         turn_rewards, metrics = tuple(env.rewards), env.metrics | session.metrics
         if outcome.trainable and not session.branches:
             outcome = msgspec.structs.replace(outcome, detail=_why_empty(session))
@@ -155,7 +154,7 @@ class EpisodePlayer:
                 ours = isinstance(raised, EngineError | DeadlineExceeded)
                 outcome = Outcome("failed", "reward", str(raised) if ours else describe_user_error(raised))
                 error = raised
-            timings |= {"total": time.perf_counter() - started, "reward": time.perf_counter() - scoring_started}
+            timings |= {"total": watch.seconds(), "reward": time.perf_counter() - scoring_started}
         outcome = msgspec.structs.replace(outcome, detail=encodable(outcome.detail)[:DETAIL_LIMIT])
         reward, trained = sum(turn_rewards), True
         if not outcome.trainable:
@@ -172,7 +171,7 @@ class EpisodePlayer:
             outcome=outcome,
             timings=timings,
             metrics=metrics,
-            started=began,
+            started=watch.began,
             env_calls=env.timed,
         )
         if not trained:
