@@ -5,15 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from ..errors import StoreError
+from ..errors import ConfigError, StoreError
 
 T = TypeVar("T")
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is such a file. Raises ConfigError where that cannot be found out, for example without permission."""
+    return _looked(path, Path.is_file)
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether there is such a folder. Raises as `is_file`."""
+    return _looked(path, Path.is_dir)
+
+
+def _looked(path: str | Path, look: Callable[[Path], bool]) -> bool:
+    try:
+        return look(Path(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def fsync_directory(path: Path) -> None:

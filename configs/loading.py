@@ -26,6 +26,7 @@ import msgspec
 import yaml
 from msgspec import inspect as reflect
 
+from ..common.fsio import is_file
 from ..errors import ConfigError
 from .checks import check
 from .divergence import REFERENCE_KEY
@@ -337,11 +338,3 @@ def run_config(run: str | Path) -> Path:
     if not is_file(path):
         raise ConfigError(f"{run} holds no run: there is no {path}")
     return path
-
-
-def is_file(path: Path) -> bool:
-    """Raises ConfigError where the user may not look."""
-    try:
-        return path.is_file()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None

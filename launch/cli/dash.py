@@ -12,10 +12,11 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...common.fsio import is_folder
 from ...common.users import user_name
 from ...errors import ConfigError
 from ...monitor.output import print_line
-from .options import CommandTable, is_folder
+from .options import CommandTable
 
 if TYPE_CHECKING:
     from ...dashboard.runs import RunFolder

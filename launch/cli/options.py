@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 from ...configs.evaluation import BEST
-from ...errors import ConfigError
 
 FOLLOWER_NICE = 19  # of a command that follows a run on the same machine, so that it takes nothing from the run
 Command: TypeAlias = Callable[[argparse.Namespace], int]  # runs a parsed command line; returns the exit status
@@ -51,14 +49,6 @@ def add_config(parser: argparse.ArgumentParser, *, default: str | None = None, o
 def add_overrides(parser: argparse.ArgumentParser, example: str = "learner.steps=20") -> None:
     """`[key=value ...]`, which may stand anywhere on the command line."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"for example {example}")
-
-
-def is_folder(path: str | Path) -> bool:
-    """Whether there is such a folder. Raises ConfigError where that cannot be found out, for example without permission."""
-    try:
-        return Path(path).is_dir()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

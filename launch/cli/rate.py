@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 
 from ... import __version__
+from ...common.fsio import is_folder
 from ...configs import load, run_config
 from ...errors import ConfigError
 from ...monitor.output import print_line, print_notice
-from .options import CommandTable, add_config, is_folder
+from .options import CommandTable, add_config
 
 SAMPLES = 8
 

@@ -11,10 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ...common.fsio import is_folder
 from ...errors import ConfigError
 from ...monitor.output import open_console, print_line
 from ...monitor.text import count, share
-from .options import CommandTable, add_overrides, is_folder
+from .options import CommandTable, add_overrides
 
 if TYPE_CHECKING:
     from ...planner.figures import RunFigures

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ...common.fsio import is_folder
 from ...configs import Config, load, run_config
 from ...errors import ConfigError, SlipstreamError
 from ...monitor.output import print_line, print_notice
-from .options import CommandParser, CommandTable, add_config, is_folder
+from .options import CommandParser, CommandTable, add_config
 
 if TYPE_CHECKING:
     from ..submit.job import Job

@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 
 from ... import __version__
+from ...common.fsio import is_folder
 from ...configs import RUN_CONFIG, describe_schema, load, run_config
 from ...errors import ConfigError
 from ...monitor.output import print_line, print_notice
 from .config import fields_text
-from .options import CommandTable, add_config, add_overrides, add_run, add_step, is_folder
+from .options import CommandTable, add_config, add_overrides, add_run, add_step
 
 
 def register(commands: CommandTable) -> None:

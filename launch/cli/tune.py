@@ -17,11 +17,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ...common.fsio import is_folder
 from ...configs import load, run_config
 from ...errors import ConfigError, Interrupted
 from ...monitor.output import open_console, print_line
 from ...monitor.text import count, duration, share
-from .options import FOLLOWER_NICE, CommandTable, add_config, is_folder
+from .options import FOLLOWER_NICE, CommandTable, add_config
 
 if TYPE_CHECKING:
     from ...planner.tune.search import TunedPoint
