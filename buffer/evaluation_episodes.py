@@ -46,10 +46,6 @@ INTERRUPTED = " (interrupted)"
 END_S = 20.0  # longest wait for them at the end
 
 
-class _Begun(NamedTuple):
-    label: str
-
-
 class _Played(NamedTuple):
     label: str
     lease: Lease
@@ -102,7 +98,7 @@ class EvaluationEpisodes:
         self._limit = limit
         self._store: Store | None = None
         self._counters = ReplayCounters()
-        self._queue: queue.Queue[_Played | _Begun | None] = queue.Queue(EPISODES_WAITING)
+        self._queue: queue.Queue[_Played | str | None] = queue.Queue(EPISODES_WAITING)  # str: this evaluation begins
         self._overflowed = self._refused = 0
         self._thread = threading.Thread(target=self._run, name="evaluation episodes", daemon=True)
 
@@ -140,7 +136,7 @@ class EvaluationEpisodes:
         Returns at once."""
         if self._store is not None:
             try:
-                self._queue.put_nowait(_Begun(label))
+                self._queue.put_nowait(label)
             except queue.Full:
                 self._not_renamed(label, "the disk is too slow")
         first, self._counters.next_group = self._counters.next_group, self._counters.next_group + groups
@@ -187,10 +183,10 @@ class EvaluationEpisodes:
                     continue
             self._save(store, episodes)
             episodes = []
-            if isinstance(asked, _Begun):
-                self._rename(asked.label)
             if asked is None:
                 break
+            if isinstance(asked, str):
+                self._rename(asked)
         self._close()
 
     def _save(self, store: Store, episodes: Sequence[_Played]) -> None:

@@ -369,9 +369,7 @@ class Router:
                 try:
                     await connection.engine.score(PROBE_IDS)
                 except FalseReply as error:
-                    self._count_false_reply(
-                        connection, error
-                    )  # cancels this task where it proves that the replica lies
+                    self._count_false_reply(connection, error)  # which cancels this task where it proves a liar
                     continue
             except (EngineError, DeadlineExceeded) as error:
                 log.warning("%s is away: %s", connection.info.name, error)
