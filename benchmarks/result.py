@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rich.table import Table
 
 
 class Row(msgspec.Struct, frozen=True):
-    """`contender` against `floor`, both in `unit`; `ratio` is contender / floor."""
+    """`contender` against `floor`, both in `unit`; `ratio` is contender / floor, infinite where the floor is 0."""
 
     name: str
     contender: float
@@ -29,7 +30,7 @@ class Row(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.ratio:
-            msgspec.structs.force_setattr(self, "ratio", self.contender / self.floor)
+            msgspec.structs.force_setattr(self, "ratio", self.contender / self.floor if self.floor else math.inf)
 
 
 def by_rounds(

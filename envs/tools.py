@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 MAX_EXPRESSION = 200  # characters: more than any arithmetic task needs, and shallow enough for the recursive parser
 MAX_BITS = 256  # bits of the largest integer (77 digits): a result must not flood the policy's context
+PARSES = 10  # of one expression, before CPython is believed that it cannot build the tree
 TIMES_KEPT = 1000  # calls of one step whose times are kept: an environment may make any number
 NAME_KEPT = 200  # characters of a tool's name there
 TOOL_S = 60.0  # longest tool call outside a run
@@ -194,14 +195,22 @@ def calculate(expression: str) -> str:
     if len(expression) > MAX_EXPRESSION:
         raise InvalidCall(f"the expression has {len(expression)} characters; at most {MAX_EXPRESSION}")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
-        return str(_value(tree.body))
+        return str(_value(_parse(expression.strip())))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise InvalidCall(f"{expression!r} is not arithmetic") from None
     except ZeroDivisionError:
         raise InvalidCall("division by zero") from None
     except OverflowError:
         raise InvalidCall("the result is too large") from None
+
+
+def _parse(expression: str) -> ast.expr:
+    """The tree of `expression`. CPython 3.11 counts the depth of the trees of all threads in one variable, and raises SystemError
+    where two threads parse at once (cpython issue 106905); the second reading is right."""
+    for _ in range(PARSES - 1):
+        with contextlib.suppress(SystemError):
+            return ast.parse(expression, mode="eval").body
+    return ast.parse(expression, mode="eval").body
 
 
 def _divide(a: int | float, b: int | float) -> int | float:

@@ -1,4 +1,7 @@
+import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +57,33 @@ def test_what_is_refused_is_refused_in_one_line(expression, complaint):
     with pytest.raises(InvalidCall, match=complaint) as error:
         calculate(expression)
     assert "\n" not in str(error.value)
+
+
+def test_expressions_are_read_in_several_threads_at_once():
+    """CPython 3.11 raises SystemError where a thread's reading of an expression is interrupted by another's: in a collection of
+    garbage, which runs Python code while the tree is built."""
+
+    class Cycle:
+        def __init__(self):
+            self.own = self
+
+        def __del__(self):
+            time.sleep(0)  # other threads run
+
+    def read():
+        for _ in range(1000):
+            for _ in range(3):
+                Cycle()
+            yield calculate("(1 + 2) * (3 + (4 * 5)) - 7 * (8 - 9) ** 2")
+
+    before = gc.get_threshold()
+    gc.set_threshold(5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            values = list(chain.from_iterable(threads.map(lambda _: list(read()), range(3))))
+    finally:
+        gc.set_threshold(*before)
+    assert values == ["62"] * 3000
 
 
 def test_an_error_of_a_tool_takes_any_values_as_exceptions_do():
