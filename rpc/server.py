@@ -194,21 +194,25 @@ class RpcServer(Generic[M]):
         self._socket.wake()
 
     async def serve(self, handler: Callable[[RpcRequest[M]], Awaitable[Any]], waits_for: str) -> None:
-        """Give each request to `handler`, one after the other, and reply with what it returns; None means that there is no reply
-        yet. A handler that raises RequestRefused refuses; any other error ends the service. Runs until it is cancelled, as a wait
-        for `waits_for`."""
+        """`answer` each request, one after the other; an error that does not refuse ends the service. Runs until it is cancelled,
+        as a wait for `waits_for`."""
         while True:
             end = self.received + ROUND
             for request in self.requests(lambda end=end: self.received < end):
-                try:
-                    reply = await handler(request)
-                except RequestRefused as error:
-                    reply = RpcRefusal(error.reason)
-                if reply is not None:
-                    self.reply(request.identity, request.number, reply)
+                await self.answer(request, handler)
             await asyncio.sleep(0)
             with TrackedWait(self.name, waits_for):
                 await self.poll()
+
+    async def answer(self, request: RpcRequest[M], handler: Callable[[RpcRequest[M]], Awaitable[Any]]) -> None:
+        """Reply with what `handler` returns; None means that there is no reply yet: a task may `answer` later. A handler that
+        raises RequestRefused refuses."""
+        try:
+            reply = await handler(request)
+        except RequestRefused as error:
+            reply = RpcRefusal(error.reason)
+        if reply is not None:
+            self.reply(request.identity, request.number, reply)
 
     def close(self) -> None:
         """Stop listening. Queued replies have `LINGER_MS` to leave."""

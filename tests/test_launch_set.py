@@ -221,10 +221,16 @@ async def test_a_disk_that_hangs_is_named_and_the_change_is_taken_back_also_late
         with pytest.raises(ConfigError, match=SETTINGS):  # what hangs comes first
             await there.set("buffer.max_staleness=1")
         monkeypatch.setattr(settings_module, "WRITE_S", SOON)
+        changing = asyncio.create_task(there.set("buffer.max_staleness=4"))
+        while there.control.settings.context.config.buffer.max_staleness != 4:  # noqa: ASYNC110 - it sets no event
+            await asyncio.sleep(0.01)
+        assert (await there.listed())["buffer.max_staleness"] == 2  # at once: what is in force, not what is to be
+        assert not changing.done()
         disk.well.set()
+        await changing
         (change,) = await there.set("buffer.max_staleness=3")
         changes = read_changes(tmp_path / SETTINGS)
-        assert [(one.old, one.new) for one in changes] == [(2, 0), (0, 2), (2, 3)]
+        assert [(one.old, one.new) for one in changes] == [(2, 0), (0, 2), (2, 4), (4, 3)]
         assert changes[-1] == change
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,8 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 from slipstream.configs import Config, load
-from slipstream.errors import ConfigError, DeadlineExceeded, RoleDied, first_cause
-from slipstream.launch.launchers.local import LocalLauncher, ProcessHandle
+from slipstream.errors import ConfigError, DeadlineExceeded, RequestRefused, RoleDied, first_cause
+from slipstream.launch.launchers.local import LocalLauncher, Placement, ProcessHandle
 from slipstream.launch.run_lock import run_lock
 from slipstream.launch.supervisor import control
 from slipstream.launch.supervisor.control import (
@@ -29,6 +30,7 @@ from slipstream.launch.supervisor.control import (
     ControlServer,
     GetStatus,
     RemoveReplica,
+    Reply,
     RunStatus,
     read_control_address,
     send_command,
@@ -39,9 +41,10 @@ from slipstream.launch.supervisor.supervisor import Supervisor
 from slipstream.monitor.terminal import LineView
 from slipstream.rollout.engines.http_client import HttpClient, is_healthy
 from slipstream.rpc import security as curve
+from slipstream.rpc.client import RpcClient
 from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
 from slipstream.rpc.security import write_pair
-from slipstream.tests.runs import bare_replicas
+from slipstream.tests.runs import bare_replicas, slipstream
 from slipstream.weightsync.fleet import FalseReplies, Fleet, ReplicaInfo, ReplicaReport
 
 WAIT_S = 240.0
@@ -407,6 +410,49 @@ async def test_a_newcomer_that_cannot_live_does_not_end_the_run(name: str, tmp_p
                 await send_command(where, AddReplicas(2), CommandAccepted)
         assert [row.name for row in (await send_command(where, GetStatus(), RunStatus)).replicas] == ["engine-0"]
         assert set(there.processes.roles) == {"engine-0"}
+
+
+async def test_who_only_reads_does_not_wait_for_a_replica_that_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage(tmp_path, 1) as (there, _):
+        where, place, asked, room = (
+            read_control_address(tmp_path),
+            there.launcher.place,
+            asyncio.Event(),
+            asyncio.Event(),
+        )
+
+        async def placed_later(roles: Mapping[str, int]) -> dict[str, Placement]:
+            asked.set()
+            await room.wait()
+            return await place(roles)
+
+        monkeypatch.setattr(there.launcher, "place", placed_later)
+        adding = asyncio.create_task(send_command(where, AddReplicas(1), CommandAccepted))
+        await asked.wait()
+        shown = await asyncio.to_thread(slipstream, "waits", str(tmp_path), "--json")
+        assert isinstance(json.loads(shown.stdout), list)
+        many = await asyncio.gather(*(send_command(where, GetStatus(), RunStatus) for _ in range(8)))
+        assert [[row.name for row in status.replicas] for status in many] == [["engine-0"]] * 8
+        client = RpcClient(where.address, "a client", "the supervisor", Reply, pair=where.pair)
+        try:
+            monkeypatch.setattr(control, "TURN_S", 0.2)
+            with pytest.raises(
+                RequestRefused, match=r"RemoveReplica waited 0\.2 s for the commands before it; nothing"
+            ):
+                await client.send(RemoveReplica("engine-7"), CommandAccepted)
+            monkeypatch.setattr(control, "TURN_S", WAIT_S)
+            monkeypatch.setattr(control, "MOST_WAITING", 1)
+            second, third = (client.send(AddReplicas(count), CommandAccepted) for count in (2, 3))
+            with pytest.raises(RequestRefused, match="1 commands wait for their turn already"):
+                await third
+            assert not adding.done()
+            assert not second.done()
+            room.set()
+            assert [(await one).names for one in (adding, second)] == [("engine-1",), ("engine-2", "engine-3")]
+        finally:
+            client.close()
 
 
 HOLDER = """

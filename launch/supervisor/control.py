@@ -4,12 +4,15 @@ supervisor.
 Invariants:
 - It listens on loopback, and serves only clients that prove the key of commands. `control.json` names the folder of that key,
   which only the owner of the run can read, on the supervisor's host.
-- One command at a time: two never change the roles or the settings together.
+- Two commands never change the roles or the settings together: the second waits for the first. Those that only read are answered
+  at once.
 - No command can end a run.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -24,7 +27,7 @@ from ...common.fsio import write_atomic
 from ...common.owned_folders import private_folder
 from ...common.tasks import Stopped, run_unless_exited
 from ...configs import run_config
-from ...errors import ConfigError, RequestRefused, SlipstreamError, describe
+from ...errors import ConfigError, RequestRefused, SlipstreamError, describe, with_deadline
 from ...monitor.settings import LiveSetting, SettingChange
 from ...rpc.client import RpcClient
 from ...rpc.security import KeyPair, PeerTable, make_pair, read_pair, write_pair
@@ -45,6 +48,8 @@ log = logging.getLogger(__name__)
 
 COMMAND = "command"  # the name of those who send them: no role
 REPLY_S = 150.0  # longest wait for a reply: Ray may need long to find room for a replica
+TURN_S = 120.0  # longest wait of a command for those before it; its sender still waits then, and is told
+MOST_WAITING = 64  # commands that wait for their turn
 MOST_ADDED = 1000  # replicas or workers by one command
 COMMAND_BYTES = 1 << 20  # of one request
 T = TypeVar("T")
@@ -102,7 +107,8 @@ class GetSettings(msgspec.Struct, frozen=True, tag=True):
     """Reply: `SettingsListing`."""
 
 
-Command = AddReplicas | RemoveReplica | AddWorkers | RemoveWorker | GetStatus | ChangeSettings | GetSettings
+Change = AddReplicas | RemoveReplica | AddWorkers | RemoveWorker | ChangeSettings
+Command = Change | GetStatus | GetSettings
 
 
 class CommandAccepted(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +150,8 @@ class ControlServer:
     workers: WorkerManager | None = None
     pair: KeyPair = field(default_factory=make_pair)
     admit: Callable[[str, str], None] = lambda name, key: None  # is told the key of commands, for the fleet
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the command that changes the run now
+    _waiting: int = 0  # commands that wait for it
 
     async def serve(self) -> None:
         """Serve until cancelled; `control.json` and the key of commands exist for as long."""
@@ -162,23 +170,56 @@ class ControlServer:
         address = ControlAddress(os.getpid(), server.address, self.fleet_address, str(folder.path))
         try:
             write_atomic(path, msgspec.json.encode(address), mode=0o600)
-            await server.serve(self._handle, "the next command")
+            async with asyncio.TaskGroup() as changes:
+                await server.serve(functools.partial(self._handle, server, changes), "the next command")
         finally:
             path.unlink(missing_ok=True)
             server.close()
             folder.close()
 
-    async def _handle(self, request: RpcRequest[Command]) -> Reply:
+    async def _handle(
+        self, server: RpcServer[Command], changes: asyncio.TaskGroup, request: RpcRequest[Command]
+    ) -> Reply | None:
+        """Answer what only reads; what changes the run is answered by a task, when its turn is over."""
+        if not isinstance(request.message, Change):
+            return await self._carry_out(request)
+        if self._waiting >= MOST_WAITING:
+            raise RequestRefused(f"{MOST_WAITING} commands wait for their turn already; try again when they are done")
+        self._waiting += 1
+        changes.create_task(server.answer(request, self._carry_out), name=f"command {type(request.message).__name__}")
+        return None
+
+    async def _carry_out(self, request: RpcRequest[Command]) -> Reply:
         try:
-            return await self._run(request.message)
+            match request.message:
+                case GetStatus():
+                    workers = self.workers.listed() if self.workers else ()
+                    return RunStatus(tuple(self.replicas.listed()), tuple(self.waits()), tuple(workers))
+                case GetSettings():
+                    return SettingsListing(tuple(self._settings().listed()))
+                case change:
+                    await self._take_turn(change)
+                    try:
+                        return await self._change(change)
+                    finally:
+                        self._turn.release()
         except SlipstreamError as error:
             raise RequestRefused(str(error)) from error
         except Exception as error:  # a command that fails unexpectedly must not end the run
             log.exception("%s failed", request.message)
             raise RequestRefused(describe(error)) from error
 
-    async def _run(self, command: Command) -> Reply:
-        match command:
+    async def _take_turn(self, change: Change) -> None:
+        """Raises DeadlineExceeded where those before it take too long: then nothing has changed."""
+        who, waits_for = f"the command {type(change).__name__}", "the commands before it"
+        hint = "nothing was changed; `slipstream waits` names what they wait for"
+        try:
+            await with_deadline(TURN_S, self._turn.acquire(), who=who, waits_for=waits_for, hint=hint)
+        finally:
+            self._waiting -= 1
+
+    async def _change(self, change: Change) -> Reply:
+        match change:
             case AddReplicas(count=count):
                 names = await _add(self.replicas, "replicas", count)
             case RemoveReplica(name=name):
@@ -189,13 +230,8 @@ class ControlServer:
             case RemoveWorker(name=name):
                 await self._workers().remove(name)
                 names = [name]
-            case GetStatus():
-                workers = self.workers.listed() if self.workers else ()
-                return RunStatus(tuple(self.replicas.listed()), tuple(self.waits()), tuple(workers))
             case ChangeSettings(overrides=overrides):
                 return SettingsChanged(await self._settings().change(overrides))
-            case GetSettings():
-                return SettingsListing(tuple(self._settings().listed()))
         return CommandAccepted(tuple(names), self.replicas.fleet.revision)
 
     def _settings(self) -> SettingsManager:

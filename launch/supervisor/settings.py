@@ -63,7 +63,9 @@ class SettingsManager:
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # what is published is in force, or was not changed
 
     def listed(self) -> list[LiveSetting]:
-        return [LiveSetting(k.key, k.value(self.context.config), k.applied_by, k.takes_effect) for k in LIVE.values()]
+        """Those in force, also while others are being put in force."""
+        config = self.publisher.state.config
+        return [LiveSetting(k.key, k.value(config), k.applied_by, k.takes_effect) for k in LIVE.values()]
 
     async def change(self, overrides: Sequence[str]) -> tuple[SettingChange, ...]:
         """Apply overrides of live keys; those that changed something. Raises ConfigError where one is not allowed or the changes

@@ -13,6 +13,7 @@
     ProcessManager    the end of a process                       the run's end
     HealthMonitor     a heartbeat, or a server's answer          heartbeat_s; then the process is killed and restarted
     ControlServer     a command                                  the run's end
+    a command         those before it that change the run        120 s; then it is refused
     AlertCommand      the program of `run.on_alert`              30 s, 5 s at the run's end; then it is killed
     MetricsServer     a scrape, in threads of its own            the run's end
 
