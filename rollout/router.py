@@ -16,6 +16,7 @@ Invariants:
   replica was fenced or exceeded its deadline.
 - A replica that failed or stopped responding gets no requests before it has computed something: a server may report health while
   its compute process hangs.
+- Who is late to say which versions exist, the buffer, is no failure of the replica whose reply waits for that.
 - A false reply (`engines.http_engine`) counts against its replica, and none of its tokens is used: the router sends the request to
   another replica. One that goes on lying (`routing`) gets no requests any more; the supervisor is told, and restarts it.
 - A request that a server rejects is the caller's error; no other replica is tried.
@@ -262,7 +263,7 @@ class Router:
             )
             return _asked_at(asked, completion)
         except DeadlineExceeded as error:
-            if request.connection is not None:
+            if request.connection is not None and not request.growing.ended:
                 self._mark_failed(request.connection, error)
             if not request.growing.partial.token_ids:
                 raise
@@ -289,7 +290,8 @@ class Router:
                 request.route = msgspec.structs.replace(request.route, avoided=avoided)
                 continue
             except (EngineFailure, DeadlineExceeded) as error:
-                self._mark_failed(connection, error)
+                if not request.growing.ended:
+                    self._mark_failed(connection, error)
                 completion = error.partial if isinstance(error, EngineFailure) else request.growing.partial
             except EngineError as error:  # not one token came
                 self._mark_failed(connection, error)

@@ -26,7 +26,9 @@ from slipstream.rollout.engines.base import (
 from slipstream.rollout.engines.http_engine import HttpEngine, check_completion
 from slipstream.rollout.engines.sglang.client import SglangEngine
 from slipstream.rollout.engines.vllm.client import VllmEngine
+from slipstream.rollout.router import Router
 from slipstream.tests import tiny
+from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 SOON = 60.0
 PROMPT, STOP = [5, 6, 7], 2
@@ -255,6 +257,26 @@ async def test_a_clock_that_is_not_told_in_time_accuses_nobody() -> None:
     with pytest.raises(DeadlineExceeded):
         await clock.exists(4)
     assert await clock.exists(3)
+
+
+@both
+@pytest.mark.parametrize("request_s", [SOON, 2.0], ids=["the buffer's deadline", "the request's"])
+async def test_a_silent_buffer_is_no_failure_of_the_replica_whose_reply_waits_for_it(
+    kind: Client, request_s: float
+) -> None:
+    async def ask() -> int:
+        if request_s < SOON:
+            await asyncio.Event().wait()
+        raise DeadlineExceeded("worker-0", "the buffer", 1.0, "is it alive?")
+
+    reply = event(kind, spans=[("3", 0, 1), ("4", 1, 2)])
+    async with serving(kind, reply, versions=VersionClock(3, ask)) as engine:
+        options: dict[str, Any] = {"max_concurrent": 4, "start_s": SOON, "partial": "recompute"}
+        async with Router(lambda info: engine, request_s=request_s, **options) as router:
+            router.update(Fleet(1, (ReplicaInfo("liar", engine.url, 0, "serving", 3),)))
+            found = await router.generate("e", PROMPT, SAMPLING, 3)
+            assert tiny.untimed(found) == Completion((8,), (-0.5,), (VersionSpan(0, 1, 3),), "abort")
+            assert router.serving == 1
 
 
 # --- the pure check --------------------------------------------------------------------------------------------------

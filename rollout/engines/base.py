@@ -33,9 +33,11 @@ EMPTY = Completion((), (), (), "abort")  # a completion that ended before its fi
 
 
 class PartialCompletion(msgspec.Struct):
-    """A completion in progress, for a caller that may stop waiting for it. The engine sets `certain`."""
+    """A completion in progress, for a caller that may stop waiting for it. The engine sets `certain`, and `ended` when the server
+    has sent all of it: what is late from then on, such as which versions exist, is not the server's fault."""
 
     certain: Callable[[], Completion] | None = None
+    ended: bool = False
 
     @property
     def partial(self) -> Completion:

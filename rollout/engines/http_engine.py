@@ -177,6 +177,8 @@ class HttpEngine(HttpClient, ReplicaControl):
         except Disconnected as error:
             await self._require_version(answer.newest())
             raise EngineFailure(str(error), answer.certain(version)) from error
+        if growing is not None:
+            growing.ended = True
         await self._require_version(answer.newest())
         return answer.whole(version)
 
