@@ -283,6 +283,27 @@ def test_a_list_is_filtered_sorted_and_continued(desktop: Look) -> None:
     page.wait_for_function("document.querySelectorAll('tbody tr').length === 10")
 
 
+def test_a_list_that_was_continued_loses_no_row_to_newer_ones(browser: Any, tmp_path: Path) -> None:
+    run = DashboardRun(tmp_path / "run")
+    old = {one.id for _ in range(3) for one in (run.play(), run.step())[0]}
+    with Dashboard(run.folder) as dashboard:
+        look = Look(browser, dashboard.url)
+        page = look.open("run/trajectories?limit=5")
+        page.click("text=show more")
+        page.wait_for_function("document.querySelectorAll('tbody tr').length === 10")
+        new = {one.id for one in run.play()}
+        page.wait_for_selector(f"text=show {MEMBERS} newer")
+        page.click("text=show more")
+        ids = "[...document.querySelectorAll('tbody tr td:first-child')].map(one => one.textContent)"
+        page.wait_for_function(f"{ids}.length === {len(old)}")
+        assert set(page.evaluate(ids)) == old
+        page.click(f"text=show {MEMBERS} newer")
+        page.wait_for_function("document.querySelectorAll('tbody tr').length === 5")
+        assert new < set(page.evaluate(ids))
+        look.context.close()
+    run.close()
+
+
 def see(page: Any, *, hidden: bool) -> None:
     """As if the user turned to another tab, or back."""
     page.evaluate(

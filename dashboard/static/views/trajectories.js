@@ -22,8 +22,9 @@ export function Trajectories({run, query}) {
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="muted">reading the index of all trajectories</p>`;
   const of = {source: query.source};
-  const pages = more.of === url ? more.pages : [];
-  const rows = [data, ...pages].flatMap(page => page.rows), next = (pages[pages.length - 1] || data).next;
+  // A list that was continued stays as it was: what the first page would lose to newer rows is on none of the others.
+  const pages = more.of === url && more.pages.length ? more.pages : [data];
+  const rows = pages.flatMap(page => page.rows), next = pages[pages.length - 1].next, newer = data.indexed - pages[0].indexed;
   const follow = () => get(api(run.name, 'trajectories', {...query, after: next})).then(page => setMore({of: url, pages: [...pages, page]}));
   return html`<h1>${run.name}</h1><div class="card">
     <div class="filters">
@@ -41,7 +42,7 @@ export function Trajectories({run, query}) {
       <${Field} value=${query.trained_at} set=${value => set({trained_at: value})} text="trained into version" />
       <${Field} value=${query.task} set=${value => set({task: value})} text="task contains" inputmode="text" />
     </div>
-    <p class="small muted" aria-live="polite"><b>${data.total}</b> of ${data.indexed} trajectories ${Object.keys(query).length > 0 && html`<a href=${link(run.name, 'trajectories')}>show all</a>`} ${loading && 'reading'}${recorded && ' · the file has a sample, evenly over the run: of some steps groups whose rewards differ'}</p>
+    <p class="small muted" aria-live="polite"><b>${data.total}</b> of ${data.indexed} trajectories ${Object.keys(query).length > 0 && html`<a href=${link(run.name, 'trajectories')}>show all</a>`} ${loading && 'reading'}${newer > 0 && html`<button onClick=${() => setMore({of: '', pages: []})}>show ${newer} newer</button>`}${recorded && ' · the file has a sample, evenly over the run: of some steps groups whose rewards differ'}</p>
     <div class="scroll"><table><thead><tr><th>id</th><th class="text">task</th><th>reward</th><th class="text">outcome</th><th>turns</th><th>tokens</th><th>sampled</th><th>time</th><th>versions</th><th>trained at</th><th>staleness</th><th class="text">group</th></tr></thead>
     <tbody>${rows.map(row => html`<tr key=${row.id} class="link" onClick=${() => go(run.name, 'trajectory', row.id, of)}>
       <td><a href=${link(run.name, 'trajectory', row.id, of)}>${row.id}</a></td><td class="text task" title=${row.task}>${row.task}</td><td>${count(row.reward)}</td><td class="text ${row.detail && 'wrap'}">${row.outcome}${row.detail && html` <span class="muted">${row.detail}</span>`}</td>
