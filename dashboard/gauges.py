@@ -3,6 +3,8 @@
 Invariants:
 - A gauge that a process did not report in a second is missing there, never 0.
 - What counts from the start of a process is shown per second; where the process was replaced there is a gap.
+- Of a role at most about `VALUES` are in memory, however long the run: where there would be more, the older half of its lines is
+  thinned evenly over its time.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from ..monitor.timeline import SERIES, FolderFollower
 
 COUNTERS = ("cpu_s", "tokens", "delivered", "generated", "trained_tokens")  # last parts of the names of what only grows
+VALUES = 1 << 21  # of a role, 16 MiB: about what the files of one of its processes hold
 
 
 class RoleGauges:
@@ -35,7 +38,6 @@ class RoleGauges:
 
     def add(self, line: Mapping[str, Any], pid: str) -> None:
         at = len(self.times)
-        self.times.append(line["t"])
         for name, value in _numbers(line):
             if name not in self.columns:
                 self.columns[name] = array("d", [math.nan]) * at
@@ -43,7 +45,27 @@ class RoleGauges:
         for column in self.columns.values():
             if len(column) == at:
                 column.append(math.nan)
+        self.times.append(line["t"])  # last: who reads meanwhile finds all values of each time
         self.last, self.pid = dict(line), pid
+
+    @property
+    def full(self) -> bool:
+        return len(self.times) > 1 and len(self.times) * len(self.columns) > VALUES
+
+    def thinned(self) -> RoleGauges:
+        """The same with one line of each of equal parts of the time of the older half, half as many as lines. Who reads this one is
+        not disturbed."""
+        half, found = len(self.times) // 2, RoleGauges()
+        since = np.array(self.times[:half]) - min(self.times[:half])
+        part = (since / max(float(since.max()), 1e-9) * (half // 2)).astype(int)
+        kept = np.sort(np.unique(part, return_index=True)[1])  # a clock may have been set back
+
+        def thin(column: array[float]) -> array[float]:
+            return array("d", np.array(column[:half])[kept].tobytes()) + column[half:]
+
+        found.times, found.columns = thin(self.times), {name: thin(column) for name, column in self.columns.items()}
+        found.last, found.pid = self.last, self.pid
+        return found
 
     def between(self, t0: float, t1: float, points: int) -> dict[str, list[float | None]]:
         """Means over `points` equal parts of the time from `t0` to `t1`."""
@@ -53,7 +75,7 @@ class RoleGauges:
             return {}
         part = np.minimum(((times - t0) / max(t1 - t0, 1e-9) * points).astype(int), points - 1)
         found = {}
-        for name, column in self.columns.items():
+        for name, column in list(self.columns.items()):
             values = np.array(column[first:last])
             if name.rpartition(".")[2] in COUNTERS:
                 values = rates(times, values)
@@ -81,7 +103,10 @@ class GaugeTable:
             for role, pid, data in self._files.lines():
                 try:
                     line = msgspec.json.decode(data, type=dict[str, Any])
-                    self._roles.setdefault(role, RoleGauges()).add({"t": float(line["t"]), **line}, pid)
+                    gauges = self._roles.setdefault(role, RoleGauges())
+                    gauges.add({**line, "t": float(line["t"])}, pid)
+                    if gauges.full:
+                        self._roles[role] = gauges.thinned()
                 except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
                     continue  # a line that a killed process left
             return dict(self._roles)

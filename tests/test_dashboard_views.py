@@ -145,6 +145,22 @@ def test_gauges_have_gaps_where_nothing_was_said_and_rates_where_counts_only_gro
     assert table.roles()["worker-0"].between(104.9, 105.1, 1)["playing"] == [9]
 
 
+def test_gauges_of_a_long_run_are_thinned_and_the_newest_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.dashboard.gauges.VALUES", 120)
+    path = tmp_path / "series" / "worker-0.11.jsonl"
+    table, most = GaugeTable(tmp_path), 0
+    for begin in range(0, 1000, 50):
+        lines(path, [{"t": 100.0 + t, "tokens": 5 * t, "playing": t % 2} for t in range(begin, begin + 50)])
+        most = max(most, len(table.roles()["worker-0"].times))
+    assert 40 <= most <= 60  # of two gauges
+    found = table.roles()["worker-0"]
+    assert table.bounds() == (100.0, 1099.0)
+    assert list(found.times[-20:]) == [1080.0 + t for t in range(20)]
+    assert found.between(100.0, 1099.0, 8)["tokens"] == [5.0] * 8  # also of its beginning
+
+
 def test_a_window_keeps_the_longest_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a long run the beginning is not cut off: what is left out is what is thin."""
     monkeypatch.setattr("slipstream.dashboard.timeline.SPANS_SHOWN", 4)

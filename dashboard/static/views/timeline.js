@@ -73,8 +73,9 @@ function gauges(series) {
 function Gauge({name, data, values}) {
   const known = values.filter(value => value != null), most = Math.max(1e-12, ...known);
   const draw = useCallback((context, width, height) => {
-    // A value lasts until the next one, at most a little longer than the second between two of them.
-    const part = (data.t1 - data.t0) / data.points, longest = Math.max(1, Math.ceil(1.5 / part));
+    // A value lasts until the next one, at most a little longer than the second between two of them, or what is left of a long run.
+    const at = values.flatMap((value, i) => value == null ? [] : [i]), least = Math.min(...at.slice(1).map((i, before) => i - at[before]));
+    const part = (data.t1 - data.t0) / data.points, longest = Math.max(1, Math.ceil(1.5 / part), 1 < least && least < Infinity ? least + 1 : 0);
     context.fillStyle = css('blue'); context.globalAlpha = .55;
     values.forEach((value, i) => {
       if (value == null) return;
