@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 WHO = "slipstream tune --live"
 LOOK_S = 5.0  # a run that ends changes no file that is watched
 SEEDS = 3  # simulations of each bound
-COUNTED = 30  # most steps of a simulation that count
 
 
 class LiveTuner:
@@ -109,7 +108,7 @@ class LiveTuner:
         try:
             profile = profile_of(self._folder)
             own, other = (
-                fmean(simulate(plan, min(plan.default_steps, plan.settling + COUNTED), seed).figures.trained_tokens_per_s
+                fmean(simulate(plan, plan.compared_steps, seed).figures.trained_tokens_per_s
                       for seed in range(SEEDS))
                 for plan in (SimulationPlan.of(profile, (f"{BOUND}={one}",)) for one in (self._rule.bound, bound))
             )  # fmt: skip

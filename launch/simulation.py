@@ -18,14 +18,13 @@ from ..planner.figures import RunFigures
 from ..planner.fit import profile_of
 from ..planner.plan import SimulationPlan
 from ..planner.profile import PROFILE, RunProfile, read_profile, write_profile
+from ..planner.proposals import splits_of
 from ..planner.run import simulate
 from ..planner.tune.choice import on_frontier
 from .run_lock import is_locked
 
 PICTURE = "simulate.png"
 MOST = 64  # points of one command
-SPLITS = 9  # of GPUs between replicas and learner, where there are more
-REPLICAS, RANKS = "rollout.engine.replicas", "learner.backend.ranks"
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True):
@@ -95,17 +94,14 @@ def sweep_of(text: str) -> list[dict[str, str]]:
     return [{key.strip(): value} for value in dict.fromkeys(found)]
 
 
-def splits_of(profile: RunProfile, gpus: int) -> list[dict[str, str]]:
-    """Ways to divide `gpus` between replicas and learner, at most `SPLITS`, evenly. Raises ConfigError where there is none."""
+def require_splits(profile: RunProfile, gpus: int) -> list[dict[str, str]]:
+    """`splits_of` so many. Raises ConfigError where there is none."""
+    if found := splits_of(profile, gpus):
+        return found
     copy, replica = profile.learner.ranks_per_copy, profile.engine.ranks
-    every = [((gpus - ranks) // replica, ranks) for ranks in range(copy, gpus, copy) if gpus - ranks >= replica]
-    if not every:
-        raise ConfigError(
-            f"--gpus {gpus}: a replica needs {replica} and the learner {copy}; allowed are {copy + replica} and more"
-        )
-    if len(every) > SPLITS:
-        every = [every[round((i + 0.5) * len(every) / SPLITS - 0.5)] for i in range(SPLITS)]
-    return [{REPLICAS: str(replicas), RANKS: str(ranks)} for replicas, ranks in every]
+    raise ConfigError(
+        f"--gpus {gpus}: a replica needs {replica} and the learner {copy}; allowed are {copy + replica} and more"
+    )
 
 
 def compare(

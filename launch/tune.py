@@ -52,7 +52,6 @@ from .probes import ProbeError, probe_config, run_probe
 RESULT, PICTURE = "tune.json", "tune.png"  # in the folder of a search
 BEYOND_BOUND = 10  # steps of the baseline beyond its bound
 ESTIMATING, SIMULATING = 0.03, 0.15  # shares of the minutes after which closed forms and simulations are over
-COUNTED = 30  # most steps of a simulation that count
 REPORT_S = 3.0  # for the table, the picture and the files
 
 Prober = Callable[[Config, float], ProbeResult]
@@ -142,7 +141,7 @@ class Tuner:
         every = grid_of(profile, estimate(plan), limits, self._request.over)
         grid = affordable(profile, every, limits)
         began, budget_s = self._clock(), min(60 * self._request.minutes, self._deadline - self._clock())
-        own = simulate(plan, _steps(plan))
+        own = simulate(plan, plan.compared_steps)
         each_s = max(1e-3, self._clock() - began)
         search.add({}, own.figures)
         search.probed({}, baseline)
@@ -154,7 +153,7 @@ class Tuner:
                 break
             try:
                 other = SimulationPlan.of(profile, simulated(point))
-                search.add(point, simulate(other, _steps(other)).figures)
+                search.add(point, simulate(other, other.compared_steps).figures)
                 done += 1
             except StateError:
                 stuck += 1
@@ -289,10 +288,6 @@ def draw(result: TuneResult, path: Path) -> None:
         save_png(tuning(points), path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error}; --out names another folder") from None
-
-
-def _steps(plan: SimulationPlan) -> int:
-    return min(plan.default_steps, plan.settling + COUNTED)
 
 
 def _plan_text(rungs: Sequence[Rung], probes: Sequence[ExpectedProbe], own: ExpectedProbe, left_s: float) -> str:

@@ -18,6 +18,7 @@ EVENTS = (
     400_000  # about how many a simulation may have, where its caller leaves the number of steps open: some ten seconds
 )
 STEPS = 60  # most steps then
+COUNTED = 30  # most steps that count of a simulation that is compared with others
 
 
 class SimulationPlan(msgspec.Struct, frozen=True):
@@ -128,3 +129,8 @@ class SimulationPlan(msgspec.Struct, frozen=True):
         turns = sum(len(episode.turns) for group in groups for episode in group) / len(groups)
         per_step = self.admission.groups_per_batch * max(1.0, turns) * 4
         return self.settling + max(3, min(STEPS, round(EVENTS / per_step) - self.settling))
+
+    @property
+    def compared_steps(self) -> int:
+        """Steps that a simulation has which is compared with others."""
+        return min(self.default_steps, self.settling + COUNTED)

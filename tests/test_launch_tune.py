@@ -18,7 +18,6 @@ from slipstream.benchmarks.explanation import LAW
 from slipstream.benchmarks.models import make_policy
 from slipstream.configs import Config, check, load
 from slipstream.errors import ConfigError
-from slipstream.launch import tune as tuning
 from slipstream.launch.cli.main import main
 from slipstream.launch.probes import ProbeError, probe_config, run_probe
 from slipstream.launch.tune import BEYOND_BOUND, Tuner, TuneRequest, TuneResult, draw
@@ -82,7 +81,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "COUNTED", 12)
+    monkeypatch.setattr("slipstream.planner.plan.COUNTED", 12)
 
 
 def search(world: World, out: Path, minutes: float, *over: str) -> tuple[TuneResult, list[str]]:

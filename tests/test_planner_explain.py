@@ -95,7 +95,7 @@ def found_in(profile: RunProfile, hardware: Hardware = LAPTOP, **changes: Any) -
 @pytest.fixture(autouse=True)
 def _few_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gains, "SEEDS", (3, 3))
-    monkeypatch.setattr(gains, "COUNTED", 10)
+    monkeypatch.setattr("slipstream.planner.plan.COUNTED", 10)
 
 
 def test_a_balanced_run_needs_nothing() -> None:
@@ -241,6 +241,16 @@ def test_a_worker_that_fills_its_core_gets_another_where_a_core_is_free() -> Non
 
 def test_a_long_tail_wants_fewer_members() -> None:
     assert only("long_tail", measured=figures(**WAITING), tail=0.6).candidates[0].change == "buffer.min_members=3"
+    for chosen in (
+        "buffer.filter=best",
+        "buffer.min_members=3",
+        "buffer.group_size=2",
+        "learner.algorithm.advantage.kind=remax",
+    ):
+        config = load("quickstart", [chosen])
+        assert not any(
+            one.rule == "long_tail" for one in suspected(measured=figures(**WAITING), tail=0.6, config=config)
+        )
 
 
 def test_withheld_tokens_want_room_or_smaller_batches() -> None:

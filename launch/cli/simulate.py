@@ -61,7 +61,7 @@ def simulate(options: argparse.Namespace) -> int:
     dimensions = [simulation.sweep_of(text) for text in options.sweep]
     profile, folder = simulation.find_profile(options.source, options.profile)
     if options.gpus is not None:
-        dimensions.append(simulation.splits_of(profile, options.gpus))
+        dimensions.append(simulation.require_splits(profile, options.gpus))
     found = simulation.compare(profile, options.overrides, dimensions, options.steps)
     out = folder if options.out is None else Path(options.out)
     saved: list[Path] = []

@@ -28,7 +28,6 @@ from .findings import Candidate, Finding, Gain, Interval, Suspicion, is_live
 TOLD = 0.03  # relative gain of trained tokens per second
 PRICE = 0.05  # most of these that a lower bound may cost: half the staleness is worth that
 MISSED = 0.15  # of the run's cycle: a simulation that is further off knows too little of the run
-COUNTED = 30  # most steps of a simulation that count
 EVENTS = 300_000  # about how many all simulations of a run may have: some ten seconds
 SEEDS = (3, 8)  # fewest and most
 # 97.5 % quantiles of Student's t for so many values less one.
@@ -42,10 +41,10 @@ class GainSimulator:
     def __init__(self, profile: RunProfile, candidates: int) -> None:
         self._profile = profile
         self.plan = SimulationPlan.of(profile)
-        first = simulate(self.plan, self._steps(self.plan))
+        first = simulate(self.plan, self.plan.compared_steps)
         afford = EVENTS // max(1, first.events * (1 + candidates))
         self.seeds = min(SEEDS[1], max(SEEDS[0], afford))
-        rest = (simulate(self.plan, self._steps(self.plan), seed).figures for seed in range(1, self.seeds))
+        rest = (simulate(self.plan, self.plan.compared_steps, seed).figures for seed in range(1, self.seeds))
         self.base = [first.figures, *rest]
         if not all(one.trained_tokens_per_s for one in self.base):
             raise StateError("the simulated run trains on no token")
@@ -55,9 +54,6 @@ class GainSimulator:
         """Relative error of the cycle of the run."""
         assert self._profile.measured is not None
         return statistics.fmean(one.cycle_s for one in self.base) / self._profile.measured.cycle_s - 1
-
-    def _steps(self, plan: SimulationPlan) -> int:
-        return min(plan.default_steps, plan.settling + COUNTED)
 
     def figures(self, candidate: Candidate) -> list[RunFigures] | None:
         """Of each seed; None where the change is none."""
@@ -74,7 +70,7 @@ class GainSimulator:
         )
         try:
             plan = SimulationPlan.of(profile, candidate.overrides)
-            return [simulate(plan, self._steps(plan), seed).figures for seed in range(self.seeds)]
+            return [simulate(plan, plan.compared_steps, seed).figures for seed in range(self.seeds)]
         except (ConfigError, StateError):
             return None
 

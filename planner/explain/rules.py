@@ -20,6 +20,7 @@ from ...monitor.series import ALIKE_SHARE
 from ...monitor.text import duration, share
 from ..closed_form import ClosedForm
 from ..plan import SimulationPlan
+from ..proposals import first_members
 from .evidence import Evidence
 from .findings import Candidate, Measurement, Suspicion, Unit
 
@@ -33,7 +34,6 @@ WAITING = 0.5  # of an episode's time: the environment is the limit
 WORKER_FULL = 0.8  # of a core: one event loop cannot do more
 PUSH_SHARE = 0.1  # of a cycle
 TAIL = 0.4  # of a group's time, for its last members
-KEEP_MEMBERS = 0.9  # of a group
 WITHHELD = 0.05  # of the sampled tokens of batches
 LOW_ESS = 0.7
 BLIND_STEPS = 20
@@ -304,10 +304,10 @@ def higher_bound(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspic
 
 
 def long_tail(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion | None:
-    buffer, m = e.config.buffer, e.measured
-    if m.learner_wait <= WAITS or e.tail is None or e.tail <= TAIL or buffer.min_members or buffer.group_size == 1:
+    first = first_members(e.config.buffer, greedy=plays_greedily(e.config.learner.algorithm))
+    if e.measured.learner_wait <= WAITS or e.tail is None or e.tail <= TAIL or first is None:
         return None
-    override = f"buffer.min_members={min(buffer.group_size - 1, round(KEEP_MEMBERS * buffer.group_size))}"
+    override = f"buffer.min_members={first}"
     return Suspicion(
         rule="long_tail",
         text=f"for {share(e.tail)} of its time a group waits for the last of its members",

@@ -20,18 +20,16 @@ from ...errors import ConfigError
 from ..closed_form import ClosedForm, estimate
 from ..plan import SimulationPlan
 from ..profile import SIMULATED, RunProfile, settings_of, text_of
+from ..proposals import RANKS, REPLICAS, first_members, splits_of
 from ..workload import sample_groups
 
 BOUND = "buffer.max_staleness"
 GROUPS = "buffer.groups_per_batch"
 MINIBATCHES = "learner.algorithm.minibatches"
 MEMBERS = "buffer.min_members"
-REPLICAS, RANKS = "rollout.engine.replicas", "learner.backend.ranks"
 CONCURRENT = "rollout.engine.max_concurrent"
 
 HIGHEST = 16  # bound that a search proposes, unless the config has a higher one
-KEEP_MEMBERS = 0.9  # of a group
-SPLITS = 9  # of devices between replicas and learner, where there are more
 MOST = 2000  # points of a grid
 MARGIN = 0.25  # by which the closed form may be wrong, with room: it is within about a tenth
 BEYOND = 2  # bounds above the one at which the learner never waits, by the closed form
@@ -186,13 +184,8 @@ def _batches(profile: RunProfile, guess: ClosedForm, limits: SearchLimits) -> li
 
 
 def _placements(profile: RunProfile, guess: ClosedForm, limits: SearchLimits) -> list[Point]:
-    """Ways to divide all devices between replicas and learner, at most `SPLITS`, evenly; and the config's own."""
     own = {REPLICAS: text_of(profile.settings[REPLICAS]), RANKS: text_of(profile.settings[RANKS])}
-    copy, replica, devices = profile.learner.ranks_per_copy, profile.engine.ranks, limits.devices or 0
-    every = [(str((devices - ranks) // replica), str(ranks)) for ranks in range(copy, devices - replica + 1, copy)]
-    if len(every) > SPLITS:
-        every = [every[round((i + 0.5) * len(every) / SPLITS - 0.5)] for i in range(SPLITS)]
-    return [own, *({REPLICAS: replicas, RANKS: ranks} for replicas, ranks in every)]
+    return [own, *splits_of(profile, limits.devices or 0)]
 
 
 def _sequences(profile: RunProfile, guess: ClosedForm, limits: SearchLimits) -> list[Point]:
@@ -201,11 +194,10 @@ def _sequences(profile: RunProfile, guess: ClosedForm, limits: SearchLimits) -> 
 
 
 def _members(profile: RunProfile, guess: ClosedForm, limits: SearchLimits) -> list[Point]:
-    """All members, or those that come first; not where the config leaves out some by choice."""
-    own, size = _number(profile, MEMBERS), _number(profile, "buffer.group_size")
-    first = min(size - 1, round(KEEP_MEMBERS * size))
-    chosen = own or profile.greedy or profile.settings["buffer.filter"] != "none" or first < 2
-    return [{MEMBERS: str(own)}] if chosen else [{MEMBERS: str(own)}, {MEMBERS: str(first)}]
+    """All members, or those that come first."""
+    buffer = profile.config().buffer
+    first = first_members(buffer, greedy=profile.greedy)
+    return [{MEMBERS: str(number)} for number in (buffer.min_members, first) if number is not None]
 
 
 PROPOSED: dict[str, Callable[[RunProfile, ClosedForm, SearchLimits], list[Point]]] = {
