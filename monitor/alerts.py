@@ -203,7 +203,7 @@ def _rollout_idle(run: RunHistory) -> Verdict | None:
         run,
         "idle_slot_s",
         ("slot_s",),
-        f"{{}} of the episode slots were empty over {IDLE_ROWS} steps, because no task might start",
+        f"{{}} of the episode slots were empty over {IDLE_ROWS} steps, because no task was allowed to start",
     )
 
 

@@ -354,9 +354,13 @@ def test_probes_correct_the_others_and_only_what_was_probed_is_chosen() -> None:
 def test_a_point_is_rated_by_its_probes_by_their_steps() -> None:
     search = TuneSearch(TRUTH)
     search.add({}, figures(100.0, {1: 1.0}))
-    for name, rate, steps in (("a", 50.0, 6), ("b", 90.0, 24), ("c", 110.0, 24)):
-        search.probed({}, ProbeResult(name, figures(rate, {1: 1.0}, steps), {1: 0.9}, 50.0, 40.0))
     (point,) = search.results()
+    assert (point.steps, point.withheld) == (0, 0.0)
+    for name, rate, steps, withheld in (("a", 50.0, 6, 0.27), ("b", 90.0, 24, 0.0), ("c", 110.0, 24, 0.0)):
+        measured = msgspec.structs.replace(figures(rate, {1: 1.0}, steps), withheld=withheld)
+        search.probed({}, ProbeResult(name, measured, {1: 0.9}, 50.0, 40.0))
+    (point,) = search.results()
+    assert (point.steps, point.withheld) == (54, pytest.approx(0.03))
     assert point.measured is not None
     mean = (6 * 50 + 24 * 90 + 24 * 110) / 54
     assert point.measured.tokens_per_s == pytest.approx(mean)

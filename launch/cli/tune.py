@@ -181,15 +181,14 @@ def show(result: TuneResult, console: Console) -> None:
 
 
 def _cells(point: TunedPoint) -> list[str]:
-    one, figures = point.rating, point.probes[-1].figures if point.probes else point.simulated
-    name = "\n".join(point.labels)
+    one, name = point.rating, "\n".join(point.labels)
     return [
         f"{'>' if point.chosen else ' '}{'*' if point.frontier else ' '} {name}".replace("\n", "\n   "),
         count(one.tokens_per_s),
         count(point.simulated.trained_tokens_per_s),
         count(one.ess_tokens_per_s),
         f"{one.staleness:.2f}",
-        share(figures.withheld),
-        str(figures.steps) if point.probes else "–",
+        share(point.withheld),
+        count(point.steps) if point.probes else "–",
         f"{one.device_hours:.3g}",
     ]

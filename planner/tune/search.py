@@ -56,6 +56,18 @@ class TunedPoint(msgspec.Struct, frozen=True):
     chosen: bool = False
 
     @property
+    def steps(self) -> int:
+        """Steps that count, of all its probes together."""
+        return sum(probe.figures.steps for probe in self.probes)
+
+    @property
+    def withheld(self) -> float:
+        """Share of the tokens: of its probes, each as much as it has steps, or as simulated where there is none."""
+        if not self.steps:
+            return self.simulated.withheld
+        return sum(probe.figures.steps * probe.figures.withheld for probe in self.probes) / self.steps
+
+    @property
     def labels(self) -> list[str]:
         return labels_of(self.changes)
 
