@@ -34,6 +34,7 @@ from ..errors import EnvError, SlipstreamError, describe_user_error
 from .base import Environment, Message, Observation, StepResult, Task, TaskSource, checked_metrics
 from .cpu_starvation import CpuStarvation
 from .registry import task_source
+from .sandbox import closing_pools
 from .scripted_policy import scripted
 from .simple import Split
 from .tools import in_thread
@@ -380,7 +381,7 @@ def _run(check: Coroutine[Any, Any, str], alive: Callable[[], None]) -> str:
 
     loop.call_soon(beat)
     try:
-        return loop.run_until_complete(check)
+        return loop.run_until_complete(closing_pools(check))
     finally:
         if left := asyncio.all_tasks(loop):
             for task in left:

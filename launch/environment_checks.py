@@ -89,10 +89,11 @@ def prompt(inputs: RunInputs) -> str:
 def _first_prompt(inputs: RunInputs, part: EnvPart, key: str, room: int) -> int:
     """Tokens of the prompt of task 0. Raises ConfigError: they leave no room below `room`, which `key`.max_tokens sets, or the chat
     format has no tool calls."""
+    from ..envs.sandbox import closing_pools
     from .prompts import prompt_tokens
 
     config, renderer = inputs.config, inputs.renderer()
-    opening = asyncio.run(_opening(part, config.rollout.step_s))
+    opening = asyncio.run(closing_pools(_opening(part, config.rollout.step_s)))
     check_opening(config, renderer, part.name, opening)
     tokens = prompt_tokens(renderer, config.agent, opening)
     if tokens >= room:

@@ -42,11 +42,13 @@ def grade_traces(inputs: RunInputs) -> list[Trajectory]:
     """The traces of `inputs` as trajectories of no group and no version, with the rewards of their environments; those of more than
     `agent.max_tokens` tokens are left out. Raises ConfigError naming the place of one that cannot be rendered or graded, and where
     none is left."""
+    from ..envs.sandbox import closing_pools
+
     wanted, most = sum(map(len, inputs.traces)), inputs.config.agent.max_tokens
     if not wanted:
         return []
     try:
-        graded = asyncio.run(_grade_all(inputs))
+        graded = asyncio.run(closing_pools(_grade_all(inputs)))
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
     if not graded:

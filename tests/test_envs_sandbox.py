@@ -278,6 +278,8 @@ async def test_a_sandbox_that_is_closed_while_it_starts_ends_by_itself(monkeypat
         while set(WATCHDOG._watched) <= watched:  # noqa: ASYNC110 - it has no event, and the test must be early
             await asyncio.sleep(0)
     assert not pool._ready["cells"]
+    for start in pool._starting["cells"]:
+        start.cancel()
     await pool.close()
     await asyncio.gather(filling, return_exceptions=True)
     assert all(had_ended)  # none where all had ended before anything was killed

@@ -3,7 +3,7 @@
 from .base import GIB, MIB, Ended, ExecResult, GatewayAddress, Limits, Mount, Sandbox, SandboxPool
 from .e2b import E2BPool
 from .kinds import require_sandbox
-from .local import LocalPool, LocalSandbox, PythonSession, ShellSession, local_pool
+from .local import LocalPool, LocalSandbox, PythonSession, ShellSession, closing_pools, local_pool
 from .swerex import SweRexPool
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "SandboxPool",
     "ShellSession",
     "SweRexPool",
+    "closing_pools",
     "local_pool",
     "require_sandbox",
 ]

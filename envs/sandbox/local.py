@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import math
 import os
 import resource
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import get_args
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
-from ...errors import ConfigError
+from ...errors import ConfigError, SlipstreamError, with_deadline
 from .base import Ended, ExecResult, GatewayAddress, Limits, Mount, Sandbox
 from .frames import ENVELOPE, file_parts, folder_of, result_of
 from .kinds import require_sandbox
-from .process import ConfinedProcess, LaunchSpec, SandboxEnded
+from .process import END_S, START_S, ConfinedProcess, LaunchSpec, SandboxEnded
 from .programs import Confinement, Program
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FILE_S = 60.0  # longest reading or writing of a file
 STARTS = 2 * (os.cpu_count() or 1)  # sandboxes that start at once; more would only be slower, each of them
 SPARE = 4  # sandboxes that wait in the pool of an event loop: 12 MiB each
+CLOSE_S = START_S + 2 * END_S  # longest end of what waits in pools, or still starts
 
 
 DEFAULT = Limits()
@@ -202,11 +208,10 @@ class LocalPool:
             await asyncio.gather(*self._starting[program])
 
     async def close(self) -> None:
-        """End all that is pre-started; sandboxes that were opened stay."""
+        """End all that is pre-started, once it has started; sandboxes that were opened stay."""
         self._closed = True
+        _filled.get(asyncio.get_running_loop(), set[LocalPool]()).discard(self)
         starting = [task for tasks in self._starting.values() for task in tasks]
-        for task in starting:
-            task.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
         ready = [process for waiting in self._ready.values() for process in waiting]
         for waiting in self._ready.values():
@@ -242,13 +247,14 @@ class LocalPool:
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            making.add_done_callback(lambda made: made.exception() or made.result().discard())
+            making.add_done_callback(lambda made: made.cancelled() or made.exception() or made.result().discard())
             raise
 
     def _replace(self, program: Program) -> None:
         """Start what is missing of the pre-started ones."""
         starting = self._starting[program]
         while not self._closed and len(self._ready[program]) + len(starting) < self.spare:
+            _filled.setdefault(asyncio.get_running_loop(), set()).add(self)
             task = asyncio.create_task(self._prepare(program), name="start a sandbox")
             starting.add(task)
             task.add_done_callback(starting.discard)
@@ -267,6 +273,8 @@ def _result(parts: list[bytes], process: ConfinedProcess) -> ExecResult:
 
 
 _pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LocalPool] = weakref.WeakKeyDictionary()
+_filled: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, set[LocalPool]] = weakref.WeakKeyDictionary()
+"""The pools that have pre-started sandboxes in an event loop, and are not closed."""
 
 
 def local_pool() -> LocalPool:
@@ -276,3 +284,17 @@ def local_pool() -> LocalPool:
     if loop not in _pools:
         _pools[loop] = LocalPool(spare=SPARE)
     return _pools[loop]
+
+
+async def closing_pools(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is all that this event loop is for: at its end, however it ends, the pools that have pre-started
+    sandboxes here are closed. One that cannot be closed is logged."""
+    try:
+        return await work
+    finally:
+        closing = asyncio.gather(*(pool.close() for pool in _filled.get(asyncio.get_running_loop(), ())))
+        hint = "look for processes in state D"
+        try:
+            await with_deadline(CLOSE_S, closing, who="this process", waits_for="its sandboxes to end", hint=hint)
+        except SlipstreamError as error:
+            log.warning("%s", error)

@@ -85,6 +85,7 @@ def _play(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from ...envs.bench import measure
     from ...envs.check import ContractViolation
+    from ...envs.sandbox import closing_pools
     from ..env_play import part_of
 
     if min(options.concurrent) < 1 or options.seconds <= 0:
@@ -92,7 +93,7 @@ def _bench(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides, notice=print_notice)
     source = part_of(config, options.part).source
     try:
-        found = [asyncio.run(measure(source, number, options.seconds)) for number in options.concurrent]
+        found = [asyncio.run(closing_pools(measure(source, n, options.seconds))) for n in options.concurrent]
     except ContractViolation as violated:
         raise EnvError(f"{source.name}: {violated}") from violated
     if options.json:
