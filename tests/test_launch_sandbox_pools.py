@@ -15,6 +15,7 @@ from slipstream.configs import load
 from slipstream.configs.environments import PythonEnv
 from slipstream.envs.check import ContractViolation, run_check, subject_of
 from slipstream.envs.sandbox import Limits, LocalPool, closing_pools, local_pool
+from slipstream.envs.sandbox.local import STARTS
 from slipstream.envs.sandbox.watchdog import WATCHDOG
 from slipstream.errors import ConfigError
 from slipstream.launch import preflight
@@ -130,17 +131,14 @@ def test_none_waits_after_a_cancellation(boxed: Any) -> None:
 
 def test_a_pool_of_the_environments_own_serves_the_next_loop(boxed: Any) -> None:
     pool = LocalPool(Limits(wall_s=20), spare=2)
-    asyncio.run(closing_pools(boxed.use(pool)))
-    assert are_gone(boxed.waited)
 
-    async def run() -> str:
-        sandbox = await pool.open()
-        try:
-            return (await sandbox.run(("/bin/echo", "fine"))).stdout
-        finally:
-            await sandbox.close()
+    async def use() -> list[str]:
+        return await asyncio.gather(*(boxed.use(pool) for _ in range(2 * STARTS)))  # more than may start at once
 
-    assert asyncio.run(closing_pools(run())) == "fine\n"
+    for _ in range(2):
+        boxed.waited.clear()
+        assert asyncio.run(closing_pools(use())) == ["fine\n"] * 2 * STARTS
+        assert are_gone(boxed.waited)
 
 
 def test_none_waits_of_task_folders(tmp_path: Path) -> None:

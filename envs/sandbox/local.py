@@ -202,21 +202,31 @@ class LocalPool:
         return PythonSession(await self._take("cells"), self.limits)
 
     async def fill(self, program: Program) -> None:
-        """Return when `spare` sandboxes wait for `program`."""
-        while len(self._ready[program]) < self.spare:
+        """Return when `spare` sandboxes wait for `program`, or the pool is closed."""
+        while not self._closed and len(self._ready[program]) < self.spare:
             self._replace(program)
             await asyncio.gather(*self._starting[program])
 
     async def close(self) -> None:
-        """End all that is pre-started, once it has started; sandboxes that were opened stay."""
+        """Have no more start before they are asked for, and end those that wait, once they have started; sandboxes that were
+        opened stay."""
         self._closed = True
+        await self.drain()
+
+    async def drain(self) -> None:
+        """End those that wait, once they have started. The pool may be used again, then also by another event loop."""
         _filled.get(asyncio.get_running_loop(), set[LocalPool]()).discard(self)
-        starting = [task for tasks in self._starting.values() for task in tasks]
-        await asyncio.gather(*starting, return_exceptions=True)
-        ready = [process for waiting in self._ready.values() for process in waiting]
-        for waiting in self._ready.values():
-            waiting.clear()
-        await asyncio.gather(*(process.close() for process in ready))
+        closed, self._closed = self._closed, True
+        try:
+            starting = [task for tasks in self._starting.values() for task in tasks]
+            await asyncio.gather(*starting, return_exceptions=True)
+            ready = [process for waiting in self._ready.values() for process in waiting]
+            for waiting in self._ready.values():
+                waiting.clear()
+            await asyncio.gather(*(process.close() for process in ready))
+        finally:
+            self._closed = closed
+            self._starts = asyncio.Semaphore(STARTS)  # it belongs to the event loop in which it was first waited for
 
     async def _take(self, program: Program) -> ConfinedProcess:
         waiting, taken = self._ready[program], None
@@ -274,7 +284,7 @@ def _result(parts: list[bytes], process: ConfinedProcess) -> ExecResult:
 
 _pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LocalPool] = weakref.WeakKeyDictionary()
 _filled: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, set[LocalPool]] = weakref.WeakKeyDictionary()
-"""The pools that have pre-started sandboxes in an event loop, and are not closed."""
+"""The pools that have pre-started sandboxes in an event loop."""
 
 
 def local_pool() -> LocalPool:
@@ -288,11 +298,11 @@ def local_pool() -> LocalPool:
 
 async def closing_pools(work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is all that this event loop is for: at its end, however it ends, the pools that have pre-started
-    sandboxes here are closed. One that cannot be closed is logged."""
+    sandboxes here end these. Where they do not end is logged."""
     try:
         return await work
     finally:
-        closing = asyncio.gather(*(pool.close() for pool in _filled.get(asyncio.get_running_loop(), ())))
+        closing = asyncio.gather(*(pool.drain() for pool in _filled.get(asyncio.get_running_loop(), ())))
         hint = "look for processes in state D"
         try:
             await with_deadline(CLOSE_S, closing, who="this process", waits_for="its sandboxes to end", hint=hint)
