@@ -102,7 +102,8 @@ def check_timeline(run_dir: Path) -> None:
         pauses = [
             span.t1 - span.t0 for span in learner if span.what == "pause" and span.ids["version"] == row["version"]
         ]
-        assert max(pauses) == pytest.approx(row["pause_ms"] / 1e3, abs=0.01)
+        # A replica that the step's push missed is paused once more, by a later push of the version.
+        assert any(pause == pytest.approx(row["pause_ms"] / 1e3, abs=0.01) for pause in pauses)
     last = {role: line for role, line in lines}
     assert {"buffer", "worker-0", "learner-0"} <= last.keys()
     assert last["buffer"]["version"] == steps
