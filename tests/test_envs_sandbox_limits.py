@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -159,3 +161,50 @@ async def test_folders_beyond_the_reach_of_a_path_end_it_and_are_removed(kind: s
     finally:
         await other.close()
         await pool.close()
+
+
+STARVED = """
+import asyncio, os, resource, sys
+from slipstream.envs.sandbox import Limits, require_sandbox
+from slipstream.envs.sandbox.process import ConfinedProcess
+from slipstream.errors import SlipstreamError
+
+async def start():
+    await (await ConfinedProcess.start(require_sandbox(sys.argv[1]).launch("commands", Limits()), Limits())).close()
+
+def is_open(fd):
+    try:
+        return bool(os.fstat(fd))
+    except OSError:
+        return False
+
+def descriptors():
+    return [fd for fd in range(200) if is_open(fd)]
+
+async def main():
+    await start()
+    hard, free, failed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 0, 0
+    before = descriptors()
+    while True:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[-1] + 1 + free, hard))
+        try:
+            await start()
+            break
+        except (OSError, SlipstreamError):
+            failed, free = failed + 1, free + 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        await asyncio.sleep(0)  # a transport closes its socket in the next turn of the loop
+    assert descriptors() == before, (free, descriptors(), before)
+    print("failed", failed)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "landlock"])
+def test_a_start_that_finds_no_free_descriptor_closes_those_that_it_opened(kind: str) -> None:
+    """It has one more at each try, until it starts."""
+    ran = subprocess.run((sys.executable, "-c", STARVED, kind), capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout.split()[-1]) >= 4

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -79,65 +80,67 @@ class Bubblewrap:
     ) -> LaunchSpec:
         uid = unused_uid() if self._root else 1000
         passwd = f"sandbox:x:{uid}:{uid}::{HOME}:/bin/sh\n".encode()
-        fds = [
-            _in_memory("filter", FILTERS[program]),
-            _in_memory("passwd", passwd),
-            _in_memory("program", text(program).encode()),
-        ]
-        argv = [
-            *NAMESPACES,
-            "--die-with-parent",
-            "--new-session",
-            "--clearenv",
-            "--cap-drop",
-            "ALL",
-            "--hostname",
-            "sandbox",
-        ]
-        if self._root:
-            argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        else:
-            argv += ["--unshare-user", "--uid", str(uid), "--gid", str(uid)]
-        argv += self._files(limits, packages, mounts, fds[1], fds[2])
-        for path, folder in links.items():
-            target = f"{HOME}/{folder}" if folder else HOME
-            argv += [*(("--perms", "1777", "--dir", target) if folder else ()), "--symlink", target, path]
-        relay: tuple[str, ...] = ()
-        if gateway is not None:
-            fds.append(_in_memory("relay", text("relay").encode()))
-            argv += ["--perms", "0644", "--ro-bind-data", str(fds[-1]), RELAY, "--ro-bind", gateway.socket, GATEWAY]
-            relay = (self._python, *FLAGS["commands"], RELAY, str(PORT), GATEWAY)
-        path = f"{PREFIX}/bin:/usr/local/bin:/usr/bin:/bin" if self._prefix else "/usr/local/bin:/usr/bin:/bin"
-        environ = variables(HOME, path, PACKAGES if packages else "")
-        if self._shared:
-            environ["LD_LIBRARY_PATH"] = f"{PREFIX}/lib"
-        for name, value in environ.items():
-            argv += ["--setenv", name, value]
-        argv += ["--chdir", HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(fds[0])]
-        # Options by a descriptor: `ps` in the sandbox shows no path of the host.
-        fds.append(_in_memory("options", b"".join(option.encode() + b"\0" for option in argv)))
-        command = [self._bwrap, "--args", str(fds[-1])]
-        if self._root:
-            command += [
-                str(self._setpriv),
-                "--reuid",
-                str(uid),
-                "--regid",
-                str(uid),
-                "--clear-groups",
-                "--inh-caps=-all",
+        with contextlib.ExitStack() as opened:  # where one cannot be, the others are closed
+            fds = [
+                _in_memory(opened, "filter", FILTERS[program]),
+                _in_memory(opened, "passwd", passwd),
+                _in_memory(opened, "program", text(program).encode()),
             ]
-        command += [self._python, *FLAGS[program], PROGRAM]
-        return LaunchSpec(
-            tuple(command),
-            HOME,
-            {},
-            rlimits(limits, limits.processes + OURS),
-            tuple(fds),
-            files=cost_of_files,
-            relay=relay,
-            gateway=f"127.0.0.1:{PORT}" if relay else "",
-        )
+            argv = [
+                *NAMESPACES,
+                "--die-with-parent",
+                "--new-session",
+                "--clearenv",
+                "--cap-drop",
+                "ALL",
+                "--hostname",
+                "sandbox",
+            ]
+            if self._root:
+                argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+            else:
+                argv += ["--unshare-user", "--uid", str(uid), "--gid", str(uid)]
+            argv += self._files(limits, packages, mounts, fds[1], fds[2])
+            for path, folder in links.items():
+                target = f"{HOME}/{folder}" if folder else HOME
+                argv += [*(("--perms", "1777", "--dir", target) if folder else ()), "--symlink", target, path]
+            relay: tuple[str, ...] = ()
+            if gateway is not None:
+                fds.append(_in_memory(opened, "relay", text("relay").encode()))
+                argv += ["--perms", "0644", "--ro-bind-data", str(fds[-1]), RELAY, "--ro-bind", gateway.socket, GATEWAY]
+                relay = (self._python, *FLAGS["commands"], RELAY, str(PORT), GATEWAY)
+            path = f"{PREFIX}/bin:/usr/local/bin:/usr/bin:/bin" if self._prefix else "/usr/local/bin:/usr/bin:/bin"
+            environ = variables(HOME, path, PACKAGES if packages else "")
+            if self._shared:
+                environ["LD_LIBRARY_PATH"] = f"{PREFIX}/lib"
+            for name, value in environ.items():
+                argv += ["--setenv", name, value]
+            argv += ["--chdir", HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(fds[0])]
+            # Options by a descriptor: `ps` in the sandbox shows no path of the host.
+            fds.append(_in_memory(opened, "options", b"".join(option.encode() + b"\0" for option in argv)))
+            command = [self._bwrap, "--args", str(fds[-1])]
+            if self._root:
+                command += [
+                    str(self._setpriv),
+                    "--reuid",
+                    str(uid),
+                    "--regid",
+                    str(uid),
+                    "--clear-groups",
+                    "--inh-caps=-all",
+                ]
+            command += [self._python, *FLAGS[program], PROGRAM]
+            opened.pop_all()
+            return LaunchSpec(
+                tuple(command),
+                HOME,
+                {},
+                rlimits(limits, limits.processes + OURS),
+                tuple(fds),
+                files=cost_of_files,
+                relay=relay,
+                gateway=f"127.0.0.1:{PORT}" if relay else "",
+            )
 
     def _files(self, limits: Limits, packages: str, mounts: tuple[Mount, ...], passwd: int, program: int) -> list[str]:
         argv = ["--ro-bind", "/usr", "/usr"]
@@ -195,8 +198,9 @@ def _parents(target: str) -> list[str]:
     return argv
 
 
-def _in_memory(name: str, data: bytes) -> int:
+def _in_memory(opened: contextlib.ExitStack, name: str, data: bytes) -> int:
     fd = os.memfd_create(name, 0)
+    opened.callback(os.close, fd)
     os.write(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from ...errors import ConfigError, SlipstreamError, with_deadline
+from ...errors import ConfigError, SlipstreamError, ToolError, with_deadline
 from .base import Ended, ExecResult, GatewayAddress, Limits, Mount, Sandbox
 from .frames import ENVELOPE, file_parts, folder_of, result_of
 from .kinds import require_sandbox
@@ -251,7 +251,7 @@ class LocalPool:
             return process
 
     async def _launch(self, program: Program) -> LaunchSpec:
-        """In a thread: it makes files, and may read /proc. What its caller no longer waits for is discarded."""
+        """In a thread: it makes files, and may read /proc. What its caller no longer waits for is discarded. Raises ToolError."""
         options = program, self.limits, self._packages, self._mounts, self._gateway, self._links
         making = asyncio.ensure_future(asyncio.to_thread(self.confinement.launch, *options))
         try:
@@ -259,6 +259,8 @@ class LocalPool:
         except asyncio.CancelledError:
             making.add_done_callback(lambda made: made.cancelled() or made.exception() or made.result().discard())
             raise
+        except OSError as error:
+            raise ToolError(f"the sandbox did not start: {error}") from error
 
     def _replace(self, program: Program) -> None:
         """Start what is missing of the pre-started ones."""

@@ -102,41 +102,14 @@ class ConfinedProcess:
     @classmethod
     async def start(cls, launch: LaunchSpec, limits: Limits) -> ConfinedProcess:
         """Start it and wait until it is ready. Raises ToolError. Cancelled or not, `launch` is spent."""
-        ours, theirs = socket.socketpair()
-        messages, their_messages = os.pipe()
         try:
-            streams = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            for end in (ours, theirs):
-                end.close()
-            for fd in (messages, their_messages):
-                os.close(fd)
-            launch.discard()
-            raise
-        try:
-            popen = subprocess.Popen(  # noqa: ASYNC220 - returns once the program is executed
-                launch.argv,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=their_messages,
-                pass_fds=launch.pass_fds,
-                env=launch.environ,
-                cwd="/",
-                start_new_session=True,
-            )
-        except OSError as error:
-            streams[1].close()
-            os.close(messages)
+            popen, watched, streams, messages = await _execute(launch, limits)
+        except BaseException as error:
             if launch.clean is not None:
                 launch.clean()
-            raise ToolError(f"the sandbox did not start: {error}") from error
-        finally:
-            theirs.close()
-            for fd in (their_messages, *launch.pass_fds):
-                os.close(fd)
-        memory, processes = limits.memory + launch.own_memory, limits.processes + launch.own_threads
-        counted = msgspec.structs.replace(limits, memory=memory, processes=processes)
-        watched = WATCHDOG.watch(popen.pid, counted, launch.owns_session, launch.files)
+            if isinstance(error, OSError):
+                raise ToolError(f"the sandbox did not start: {error}") from error
+            raise
         process = cls(launch, popen, watched, streams, messages)
         try:
             await _in_time(START_S, process._greeting(), "its sandbox to start", "the machine is overloaded")
@@ -265,6 +238,42 @@ class ConfinedProcess:
         with contextlib.suppress(BlockingIOError):
             return os.read(self._messages, MESSAGES).decode(errors="replace").strip().replace("\n", "; ")
         return ""
+
+
+async def _execute(
+    launch: LaunchSpec, limits: Limits
+) -> tuple[subprocess.Popen[bytes], Watched, tuple[asyncio.StreamReader, asyncio.StreamWriter], int]:
+    """The process, watched; the streams to it; the pipe of its messages. Raises OSError: there is none, and nothing stays open."""
+    with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
+        for fd in launch.pass_fds:
+            given.callback(os.close, fd)
+        ours, theirs = socket.socketpair()
+        given.callback(theirs.close)
+        with contextlib.ExitStack() as unread:
+            unread.callback(ours.close)
+            messages, their_messages = os.pipe()
+            given.callback(os.close, their_messages)
+            kept.callback(os.close, messages)
+            streams = await asyncio.open_connection(sock=ours)
+            unread.pop_all()
+        kept.callback(streams[1].close)
+        popen = subprocess.Popen(  # noqa: ASYNC220 - returns once the program is executed
+            launch.argv,
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            stderr=their_messages,
+            pass_fds=launch.pass_fds,
+            env=launch.environ,
+            cwd="/",
+            start_new_session=True,
+        )
+        kept.callback(popen.wait, END_S)
+        kept.callback(popen.kill)
+        memory, processes = limits.memory + launch.own_memory, limits.processes + launch.own_threads
+        counted = msgspec.structs.replace(limits, memory=memory, processes=processes)
+        watched = WATCHDOG.watch(popen.pid, counted, launch.owns_session, launch.files)
+        kept.pop_all()
+        return popen, watched, streams, messages
 
 
 async def _in_time(seconds: float, awaitable: Awaitable[T], waits_for: str, hint: str) -> T:
