@@ -153,7 +153,11 @@ async def with_deadline(
     except TimeoutError:
         if not deadline.expired():
             raise
-        raise DeadlineExceeded(who, waits_for, seconds, hint if isinstance(hint, str) else hint()) from None
+    finally:
+        # They refer to the error, which refers to this frame: it would keep all of its traceback.
+        del awaitable, deadline
+    # Not within the `except`, for the same reason: the TimeoutError refers to the deadline.
+    raise DeadlineExceeded(who, waits_for, seconds, hint if isinstance(hint, str) else hint())
 
 
 def describe(error: BaseException) -> str:

@@ -89,11 +89,7 @@ def in_thread(work: Callable[[], T], name: str, *, interrupt: bool = False) -> a
     future: asyncio.Future[T] = loop.create_future()
     lock, begun, finished = threading.Lock(), False, False
 
-    def settle(setter: Callable[[Any], None], outcome: Any) -> None:
-        if not future.done():
-            setter(outcome)
-
-    def run() -> None:
+    def run(future: asyncio.Future[T]) -> None:
         nonlocal begun, finished
         with contextlib.suppress(ThreadCancelled):
             with lock:
@@ -109,9 +105,9 @@ def in_thread(work: Callable[[], T], name: str, *, interrupt: bool = False) -> a
             with lock:
                 finished = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle, *outcome)
+                loop.call_soon_threadsafe(_settle, future, *outcome)
             # An error refers to this frame: the two would keep each other, and all that its traceback refers to.
-            del outcome
+            del future, outcome
 
     def cancelled(future: asyncio.Future[T]) -> None:
         with lock:
@@ -122,13 +118,18 @@ def in_thread(work: Callable[[], T], name: str, *, interrupt: bool = False) -> a
             )
         log.warning("%s is cancelled; the thread ends at its next Python instruction", name)
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = threading.Thread(target=run, args=(future,), name=name, daemon=True)
     if interrupt:
         future.add_done_callback(cancelled)
     else:
         _threads.add(thread)
     thread.start()
     return future
+
+
+def _settle(future: asyncio.Future[Any], setter: Callable[[Any], None], outcome: Any) -> None:
+    if not future.done():
+        setter(outcome)
 
 
 def start_thread(work: Callable[[], None], name: str) -> None:

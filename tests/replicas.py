@@ -42,6 +42,11 @@ def logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
     return [float(row[token]) for row, token in zip(rows, token_ids[1:], strict=True)]
 
 
+def check_names(model: torch.nn.Module, plan: TransferPlan) -> None:
+    if set(plan.names) != set(model.state_dict()):
+        raise WeightSyncError(f"the model has no {plan.names[0]}")
+
+
 class LocalReplica:
     """A replica whose ranks are `WeightStaging` objects of this process. `call_log` collects (name, what happened)."""
 
@@ -55,11 +60,8 @@ class LocalReplica:
         self.paused = False
         self.served: int | None = None
         self.load: Callable[[dict[str, torch.Tensor]], object] = self.model.load_state_dict
-        self.stagings = [WeightStaging(rank, CPU, self._check) for rank in range(ranks)]
-
-    def _check(self, plan: TransferPlan) -> None:
-        if set(plan.names) != set(self.model.state_dict()):
-            raise WeightSyncError(f"the model has no {plan.names[0]}")
+        check = partial(check_names, self.model)  # no method: its groups are closed with the last reference to this
+        self.stagings = [WeightStaging(rank, CPU, check) for rank in range(ranks)]
 
     def _note(self, what: str) -> None:
         self.call_log.append((self.name, what))

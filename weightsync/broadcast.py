@@ -11,7 +11,7 @@ Invariants:
 - Construction returns once the whole group has met; every collective has its `GroupPlan`'s deadline and ends in WeightSyncError.
 - A member that leaves closes its sockets, which fails the others at once; so does closing the rendezvous before all have met, also
   those that wait for another's connection: they have none yet whose end would show.
-- No traceback keeps a group open that was closed.
+- No traceback keeps a group open that was closed, nor the version that it was to send.
 
 Imported by vLLM's and SGLang's processes: only packages that both have may be imported here.
 """
@@ -132,6 +132,8 @@ class BroadcastTransport:
             if own.done() and not own.cancelled() and own.exception() is None:
                 own.result().close()
             raise
+        finally:
+            del own  # whose error refers to this frame
         self._groups[members] = group
         return group
 
@@ -195,14 +197,17 @@ async def _gather_or_cancel(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     """All results. As soon as one fails, the others are cancelled and that failure is raised: it is the cause of theirs."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
+        return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return [task.result() for task in tasks]
+        await _cancel(tasks)
+        del tasks  # whose error refers to this frame
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel them, and return when all have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Rendezvous:
@@ -315,7 +320,8 @@ def _while_open(lookout: socket.socket, meet: Callable[[], Any], plan: GroupPlan
             try:
                 outcome.extend((meet(), None))
             except Exception as error:
-                outcome.extend((None, error))
+                # The frame of its traceback refers to it, also when no caller waits any more.
+                outcome.extend((None, error.with_traceback(None)))
 
     start_thread(run, f"meet-{plan.name}")
     with ended:

@@ -32,6 +32,7 @@ import torch
 from ..common.accelerator import CollectiveBackend
 from ..common.spans import RecordSpan, no_record
 from ..configs.schema import Partial, TransportKind
+from ..errors import WeightSyncError
 from ..rpc.security import PeerTable
 from . import fp8
 from .broadcast import BroadcastTransport
@@ -242,6 +243,7 @@ class Publisher:
             target.abandon()
         self._transport.close()
         self._acks.close()
+        self._snapshot = None
 
     async def _roll(
         self,
@@ -276,15 +278,15 @@ class Publisher:
                 if target.name in result.failed:
                     self._fence(target, result.failed[target.name])
             total.add(result)
-            if result.wrong is not None:
+            if result.wrong:
                 break
         departed = {t.name for t in targets if t.left}
         failed = {name: why for name, why in total.failed.items() if name not in departed}
         if failed:
             reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
             logger.warning("version %d did not reach %s", snapshot.version, reasons)
-        if total.wrong is not None:
-            raise total.wrong
+        if total.wrong:
+            raise WeightSyncError(total.wrong)
         pushed = tuple(t.name for t in targets if t.verified == snapshot.version and not t.left)
         return PushReport(
             version=snapshot.version,

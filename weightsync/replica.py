@@ -82,9 +82,10 @@ class PushTarget:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise EngineError(f"{self.name} left the fleet") from None
         finally:
             self._requests.discard(scope)
+            del answer, scope  # see `with_deadline`
+        raise EngineError(f"{self.name} left the fleet")
 
     @property
     def settled(self) -> bool:
@@ -154,10 +155,16 @@ class PushTarget:
     ) -> asyncio.Future[None]:
         """A future of the answer; cancelling it does not cancel the command."""
         assert self.settled, f"{self.name} was sent a command before the one before it settled"
-        self._command = asyncio.ensure_future(command)
+        self._command = sent = asyncio.ensure_future(command)
+        sent.add_done_callback(self._forget)
         if on_settled is not None:
-            self._command.add_done_callback(on_settled)
-        return asyncio.shield(self._command)
+            sent.add_done_callback(on_settled)
+        return asyncio.shield(sent)
+
+    def _forget(self, command: asyncio.Future[None]) -> None:
+        """Its error refers to the attempt, which refers to the version that was pushed."""
+        if self._command is command:
+            self._command = None
 
 
 class PushResult(msgspec.Struct):
@@ -168,7 +175,7 @@ class PushResult(msgspec.Struct):
     pause_s: float = 0.0  # the longest time that a replica was paused
     transfer_s: float = 0.0  # the longest transfer
     sent_bytes: int = 0  # bytes that left the learner, written files included
-    wrong: WeightSyncError | None = None  # a replica took the weights twice and still computes something else
+    wrong: str = ""  # why the push stops: a replica took the weights twice and still computes something else
 
     def add(self, other: PushResult) -> None:
         self.failed |= other.failed
@@ -295,7 +302,7 @@ async def check_canary(push: PushSettings, target: PushTarget, seconds: float, r
     Above the tolerance it is pushed to once more.
 
     Raises:
-        WeightSyncError: the second difference is above the tolerance, too; it is `result.wrong`.
+        WeightSyncError: the second difference is above the tolerance, too; `result.wrong` says so.
         EngineError, DeadlineExceeded: it did not answer.
     """
     name, canary = target.name, result.canary
@@ -312,11 +319,11 @@ async def check_canary(push: PushSettings, target: PushTarget, seconds: float, r
             result.add(attempt)
             if attempt.failed:
                 raise EngineError(attempt.failed[name])
-    result.wrong = WeightSyncError(
+    result.wrong = (
         f"{name} does not hold version {push.snapshot.version}: after two pushes its canary log-probs differ"
         f" from the learner's by {canary[name]:.3g} nats (weightsync.canary_tolerance={push.tolerance:g})"
     )
-    raise result.wrong
+    raise WeightSyncError(result.wrong)
 
 
 def names(targets: Sequence[PushTarget]) -> str:

@@ -192,6 +192,7 @@ async def take_snapshot(
     finally:
         if writing is not None:
             writing.cancel()  # where the iteration raises the thread is abandoned, with its file
+        del writing  # whose error refers to this frame, and so to the file
     return WeightSnapshot(version, tuple(names), tensors, total.hexdigest(), canary)
 
 
@@ -202,6 +203,8 @@ async def _written(writing: asyncio.Future[None], version: int, folder: Path) ->
         await with_deadline(WRITE_S, writing, who="the learner", waits_for=waits_for, hint="is the disk stuck?")
     except DeadlineExceeded as error:
         raise WeightSyncError(str(error)) from error
+    finally:
+        del writing
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
