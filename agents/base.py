@@ -57,6 +57,12 @@ class Completion(msgspec.Struct, frozen=True):
     )
 
 
+class Decode(Protocol):
+    """The text of token ids, with special tokens or without them."""
+
+    def __call__(self, token_ids: Sequence[int], /, *, special: bool = True) -> str: ...
+
+
 Generate = Callable[..., Awaitable[Completion]]
 """How a session samples: token ids, the number of tokens to sample at most and, of a prompt with images, a sequence of
 `PromptImage` in, a completion out."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -27,7 +27,7 @@ from ..common.images import PlacedImage, PromptImage, moved_images
 from ..common.tasks import in_thread
 from ..envs.base import Message, ToolCall, ToolSpec
 from ..errors import EngineError, PolicyError, describe, encodable
-from .base import Completion, ContextExhausted, Generate, Reply, SampleRequest
+from .base import Completion, ContextExhausted, Decode, Generate, Reply, SampleRequest
 from .chat_images import chat_parts, placed_images
 from .tree import Branch, ConversationTree, Node, conversation_keys, cut, extended_key, joined, moved, segments_of
 
@@ -81,7 +81,7 @@ class Session:
         vocabulary: int,
         max_tokens_per_turn: int,
         max_tokens: int,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
     ) -> None:
         self.failure: Exception | None = None
         self.exhausted: list[str] = []
@@ -251,14 +251,14 @@ class Session:
         """What a completion says: the message, its content as a client sees it, and its reasoning. It never raises: what the policy
         wrote is recorded in any case, and is malformed where it cannot be read."""
         ids = list(completion.token_ids)
+        text = self.decode(ids, special=False) if self.decode is not None else ""
         try:
             parsed = self._renderer.parse_response(ids, tools=to_tools(tools), prompt_ids=list(prompt))
-            message = _message(parsed, call_prefix=str(len(self._tree.nodes)))
+            message = _message(parsed, text, call_prefix=str(len(self._tree.nodes)))
             extended_key(b"", message)  # what is no JSON cannot be told to an environment, either
         except (
             Exception
         ) as error:  # JSON that is nested a thousand times, numbers of 5,000 digits, half a surrogate pair
-            text = self.decode(ids) if self.decode is not None else ""
             return Message("assistant", text, malformed=f"the reply could not be read: {describe(error)}"), text, ""
         content = message.content
         if message.malformed and not message.tool_calls:
@@ -355,8 +355,8 @@ def _check(part: Completion, room: int) -> None:
         raise EngineError(f"the engine returned {what}; check that its version is supported")
 
 
-def _message(parsed: ParsedResponse, call_prefix: str) -> Message:
-    """The assistant message. A call that cannot be parsed makes the whole message malformed."""
+def _message(parsed: ParsedResponse, text: str, call_prefix: str) -> Message:
+    """The assistant message, `text` being all of it. A call that cannot be parsed makes the whole message malformed."""
     from renderers import ToolCallParseStatus
 
     calls: list[ToolCall] = []
@@ -368,7 +368,8 @@ def _message(parsed: ParsedResponse, call_prefix: str) -> Message:
             malformed = malformed or "the arguments of a tool call must be a JSON object"
         else:
             malformed = malformed or f"a tool call could not be read ({call.status.value.replace('_', ' ')})"
-    return Message("assistant", parsed.content, tuple(calls), malformed=malformed)
+    written = "" if text == parsed.content else text
+    return Message("assistant", parsed.content, tuple(calls), malformed=malformed, written=written)
 
 
 def to_chat(messages: Sequence[Message]) -> list[ChatMessage]:

@@ -104,6 +104,7 @@ class FaultRunner:
 
     def run(self, plan: Sequence[PlannedFault], changes: Sequence[PlannedChange] = ()) -> FaultRunResult:
         """Inject the faults of `plan` and make `changes`; the problems are in the result."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.unlink(missing_ok=True)
         try:
             self._start("train", *self._arguments)

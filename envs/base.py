@@ -22,6 +22,7 @@ from ..errors import EnvError, encodable
 
 T = TypeVar("T")
 
+REWARD_LIMIT = 1e30  # of a step, absolute: sums of rewards, their squares and float32 advantages stay finite
 METRIC_LIMIT = 200  # characters of a metric's name
 JSON = dict[str, Any]  # a JSON object without a fixed type: a tool's JSON schema, its arguments, a task's payload
 
@@ -51,7 +52,9 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True):
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message. `tool_calls` only on `assistant`; `tool_call_id` and `name` only on `tool`; `images` only on `user` and
     `tool`, ordered by where they are in the text. `malformed` is why an assistant message could not be parsed into tool calls; ""
-    when it could. `files` is what an agent left in the task's folder, with its answer; None of an agent that has no folder."""
+    when it could. `files` is what an agent left in the task's folder, with its answer; None of an agent that has no folder.
+    `written` is all that the policy wrote, its thinking and the text of its calls included, without special tokens; "" where that
+    is `content`, and of messages that no policy wrote."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -61,6 +64,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     malformed: str = ""
     files: tuple[TaskFile, ...] | None = None
     images: tuple[Image, ...] = ()
+    written: str = ""
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
@@ -164,6 +168,15 @@ def as_number(value: object) -> float | None:
         return float(value)  # pyright: ignore[reportArgumentType]  (it has __float__)
     except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers
         return None
+
+
+def checked_reward(reward: object) -> float:
+    """The reward of a step: a number of Python, numpy or torch that is at most `REWARD_LIMIT`. Raises EnvError."""
+    number = as_number(reward)
+    if number is None or not abs(number) <= REWARD_LIMIT:
+        wrong = f"a reward of {reward!r:.100}; allowed are numbers up to {REWARD_LIMIT:g}"
+        raise EnvError(without_await(reward) or wrong)
+    return number
 
 
 def checked_metrics(metrics: object) -> dict[str, float]:

@@ -31,7 +31,7 @@ import psutil
 from ..common.unawaited import UnawaitedLog, without_await
 from ..configs.environments import EnvironmentKind
 from ..errors import EnvError, SlipstreamError, describe_user_error
-from .base import Environment, Message, Observation, StepResult, Task, TaskSource, checked_metrics
+from .base import Environment, Message, Observation, StepResult, Task, TaskSource, checked_metrics, checked_reward
 from .cpu_starvation import CpuStarvation
 from .registry import task_source
 from .sandbox import closing_pools
@@ -133,15 +133,12 @@ async def play(source: TaskSource, index: int, task: Task | None = None) -> byte
 async def step(env: Environment, message: Message, has_tools: bool) -> StepResult:
     """A step whose result keeps the contract. Raises BrokenCall."""
     result = await in_time(env.step(message), "step")
-    reward = getattr(result, "reward", None)
-    if isinstance(reward, str) or (isinstance(reward, float) and not math.isfinite(reward)):
-        raise BrokenCall(f"step returned the reward {reward!r}; a reward is a finite number")
-    try:
-        metrics = checked_metrics(getattr(result, "metrics", {}))
-    except EnvError as error:
-        raise BrokenCall(f"step: {error}") from None
     if isinstance(result, StepResult):
-        result = msgspec.structs.replace(result, metrics=metrics)
+        try:
+            reward, metrics = checked_reward(result.reward), checked_metrics(result.metrics)
+        except EnvError as error:
+            raise BrokenCall(f"step: {error}") from None
+        result = msgspec.structs.replace(result, reward=reward, metrics=metrics)
     result = checked(result, StepResult, "step")
     if result.done:
         return result

@@ -32,10 +32,10 @@ from ..envs.base import (
     Observation,
     StepResult,
     Task,
-    as_number,
     check_images,
     checked,
     checked_metrics,
+    checked_reward,
 )
 from ..envs.isolation.source import IsolatedEnv
 from ..envs.tools import ToolCallTracker, in_thread
@@ -54,7 +54,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-REWARD_LIMIT = 1e30  # of a step, absolute: sums of rewards, their squares and float32 advantages stay finite
 CLOSE_S = 30.0  # how long an environment may take to release its resources; its episode keeps its slot meanwhile
 LOOK = "look at the environment, or raise rollout.episode_s, which limits a step, too"
 CANCEL_S = 5.0  # how long user code may take to end once it is cancelled
@@ -165,10 +164,7 @@ class EnvGuard:
             if not isinstance(result, StepResult):
                 wanted = f"it returned {result!r:.100}; return StepResult(messages, reward, done)"
                 raise EnvError(without_await(result) or wanted)
-            reward = as_number(result.reward)
-            if reward is None or not abs(reward) <= REWARD_LIMIT:
-                wrong = f"a reward of {result.reward!r:.100}; allowed are numbers up to {REWARD_LIMIT:g}"
-                raise EnvError(without_await(result.reward) or wrong)
+            reward = checked_reward(result.reward)
             self.rewards.append(reward)
             messages, metrics = checked(result.messages, tuple[Message, ...]), checked_metrics(result.metrics)
             await self._checked_images(messages)

@@ -28,6 +28,7 @@ from ..common.spans import Id, RecordSpan, Span, Stopwatch, no_record
 from ..common.unawaited import without_await
 from ..configs.schema import Config
 from ..envs import EnvPart, require_penalties
+from ..envs.base import REWARD_LIMIT
 from ..errors import (
     AgentTimeout,
     DeadlineExceeded,
@@ -40,7 +41,7 @@ from ..errors import (
     user_line,
 )
 from .engines.base import SamplingParams
-from .env_guard import REWARD_LIMIT, EnvGuard, EpisodeLimits, EscapedException, TaskMemo, run_isolated
+from .env_guard import EnvGuard, EpisodeLimits, EscapedException, TaskMemo, run_isolated
 from .loop_watchdog import calls_user_code
 from .reward_model import RewardModel, ScoredConversation
 from .router import Router

@@ -37,7 +37,7 @@ def session_of(
         vocabulary=len(tokenizer),
         max_tokens_per_turn=max_tokens_per_turn,
         max_tokens=max_tokens,
-        decode=lambda token_ids: str(tokenizer.decode(list(token_ids))),
+        decode=lambda ids, *, special=True: str(tokenizer.decode(list(ids), skip_special_tokens=not special)),
     )
 
 

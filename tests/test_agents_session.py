@@ -17,6 +17,7 @@ from slipstream.configs.schema import Agent
 from slipstream.envs import CALCULATOR, Message, Observation, task_source
 from slipstream.errors import EngineError, PolicyError
 from slipstream.launch.init_model import init_model
+from slipstream.tests.sessions import session_of
 from slipstream.tests.tiers import examples
 from transformers import AutoTokenizer
 
@@ -276,6 +277,15 @@ async def test_a_reply_that_was_cut_short_is_closed_without_loss(renderer, token
 async def test_malformed_messages_name_the_fault(renderer, tokenizer, text, complaint):
     reply = await session(renderer, Script(reply_of(tokenizer, text))).chat(OPENING, TOOLS)
     assert complaint in reply.malformed
+
+
+async def test_a_message_has_all_that_the_policy_wrote(renderer, tokenizer):
+    thought = "<think>\nSeven and five.\n</think>\n\nI add. " + CALL
+    for text, content in ((thought, "I add."), ("<answer>12</answer>", "<answer>12</answer>")):
+        played = session_of(renderer, tokenizer, Script(reply_of(tokenizer, text)))
+        reply = await played.chat(OPENING, TOOLS)
+        assert reply.content.strip() == content
+        assert (reply.written or reply.content) == text
 
 
 async def test_raw_tokens(renderer, tokenizer):

@@ -135,6 +135,12 @@ class Silent(Good):
 class Nan(Good):
     async def step(self, message): return StepResult(reward=float("nan"), done=True)
 
+class Huge(Good):
+    async def step(self, message): return StepResult(reward=1e31, done=True)
+
+class TrueReward(Good):
+    async def step(self, message): return StepResult(reward=True, done=True)
+
 class TextReward(Good):
     async def step(self, message): return StepResult(reward="1.0", done=True)
 
@@ -209,8 +215,9 @@ FAULTS = [
     ("NoObject", "opening", "the schema of the tool 't' must have the type object"),
     ("Unanswered", "episodes", "no tool message answers the call of"),
     ("Silent", "episodes", "is not done and has no message"),
-    ("Nan", "episodes", "step returned the reward nan; a reward is a finite number"),
-    ("TextReward", "episodes", "step returned the reward '1.0'"),
+    ("Nan", "episodes", "step: a reward of nan; allowed are numbers up to 1e\\+30"),
+    ("Huge", "episodes", r"step: a reward of 1e\+31; allowed are numbers up to 1e\+30"),
+    ("TextReward", "episodes", "step: a reward of '1.0'"),
     ("Metric", "episodes", r"step: a metric with the name '\\ud800'; allowed is text"),
     ("StepRaises", "episodes", r"step raised RuntimeError: no sandbox \(faulty\.py:\d+ in step\)"),
     ("ReturnsText", "opening", "reset returned 'Say a number.', which is no valid Observation"),
@@ -251,10 +258,11 @@ def test_a_planted_fault_is_found(name: str, check: str, complaint: str) -> None
     [
         PythonEnv(factory="faulty:Good"),
         PythonEnv(factory="faulty:MakesOneAtATime"),
+        PythonEnv(factory="faulty:TrueReward"),
         Gymnasium(id="FrozenLake-v1", max_turns=12),
         TextArena(id="2048-v0-raw", max_turns=6),
     ],
-    ids=["own", "one task at a time", "gymnasium", "textarena"],
+    ids=["own", "one task at a time", "true", "gymnasium", "textarena"],
 )
 def test_good_environments_pass_every_check(config) -> None:
     subject = subject_of(config, 0)
@@ -269,7 +277,7 @@ def test_the_command_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[
     assert [line.split()[0] for line in shown.splitlines()[1:]] == ["ok"] * len(CHECKS)
     assert main(["env", "check", "faulty:Nan"]) == 1
     shown = capsys.readouterr().out
-    assert "WRONG episodes     step returned the reward nan" in shown
+    assert "WRONG episodes     step: a reward of nan" in shown
     assert "ok    opening" in shown
 
 

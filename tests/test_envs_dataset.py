@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 from slipstream.configs import load
 from slipstream.configs.environments import Dataset, Mixture, ReasoningGym
-from slipstream.envs import Message, Observation, parts_of, task_source
+from slipstream.envs import Message, Observation, ToolCall, parts_of, task_source
 from slipstream.envs.dataset.source import TEMPLATE_TOKENS
 from slipstream.errors import ConfigError, EnvError
 
@@ -26,7 +26,13 @@ def score(completion, row):
 
 async def later(completion):
     await asyncio.sleep(0)
-    return {"reward": np.float32(0.5), "length": len(completion), "note": "text", "endless": float("inf")}
+    return {"reward": np.float32(0.5), "length": len(completion), "note": "text"}
+
+def endless(completion): return {"reward": 1, "mean": float("nan")}
+def array(completions): return np.array([0.25])
+def text_of_trl(completions, **columns): return [float(c.startswith("<think>") and c.endswith("</tool_call>")) for c in completions]
+def text_of_verl(solution_str, ground_truth, extra_info):
+    return {"reward": 0.25, "score": float(solution_str.startswith("<think>")), "index": extra_info.get("index", -1)}
 
 def trl(prompts, completions, answer, **columns):
     assert columns["level"] == ["easy"]
@@ -66,11 +72,11 @@ def dataset(path: str = "rows.jsonl", reward: str = "my.py:score", **options) ->
     return Dataset(path=path, reward=reward, **options)
 
 
-async def answered(config: Dataset, answer: str, index: int = 0):
+async def answered(config: Dataset, answer: str | Message, index: int = 0):
     source = task_source(config, "train", 0)
     env, task = source.make(), source.task(index)
     observation = await env.reset(task)
-    result = await env.step(Message("assistant", answer))
+    result = await env.step(answer if isinstance(answer, Message) else Message("assistant", answer))
     await env.close()
     assert result.done
     return observation, result
@@ -136,6 +142,17 @@ async def test_trl_and_verl_functions_are_called_their_way(folder: Path) -> None
     write("verl.jsonl", [{**theirs, "extra_info": {"index": i}} for i in range(3)])
     _, result = await answered(dataset("verl.jsonl", "my.py:verl"), "4")
     assert (result.reward, result.metrics) == (1.0, {"acc": 1.0, "from": 5.0})
+    assert (await answered(dataset(reward="my.py:array"), "4"))[1].reward == 0.25
+
+
+async def test_trl_and_verl_functions_read_all_that_the_policy_wrote_and_ours_its_answer(folder: Path) -> None:
+    call = '<think>Let us see.</think>4 <tool_call>{"name": "t"}</tool_call>'
+    answer = Message("assistant", "4", (ToolCall("t", {}),), written=call)
+    for reward, metrics in (("text_of_trl", {}), ("text_of_verl", {"reward": 0.25, "index": -1.0})):
+        _, result = await answered(dataset(reward=f"my.py:{reward}"), answer)
+        assert (result.reward, result.metrics) == (1.0, metrics)
+    _, result = await answered(dataset(reward="my.py:later"), answer)
+    assert result.metrics["length"] == 1
 
 
 @pytest.mark.parametrize(
@@ -171,12 +188,13 @@ async def test_a_coroutine_function_and_metrics(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "complaint"),
     [
-        ("text", "my.py:text returned '1.0'; a reward is a number"),
-        ("nan", "my.py:nan returned nan; a reward is a finite number"),
-        ("nothing", "my.py:nothing returned None"),
-        ("unnamed", r"my.py:unnamed returned \{'accuracy': 1.0\} without reward or score"),
-        ("several", r"my.py:several returned array"),
-        ("raises", r"my.py:raises raised KeyError: 'no such column' \(my.py:26 in raises\)"),
+        ("text", "my.py:text: a reward of '1.0'; allowed are numbers"),
+        ("nan", "my.py:nan: a reward of nan; allowed are numbers up to 1e\\+30"),
+        ("nothing", "my.py:nothing: a reward of None"),
+        ("endless", "my.py:endless: the metric 'mean' is nan; allowed are finite numbers"),
+        ("unnamed", r"my.py:unnamed: it returned \{'accuracy': 1.0\} without reward or score"),
+        ("several", r"my.py:several: a reward of array"),
+        ("raises", r"my.py:raises raised KeyError: 'no such column' \(my.py:\d+ in raises\)"),
     ],
 )
 async def test_a_function_that_gives_no_reward_is_an_error_and_not_a_zero(folder: Path, function, complaint) -> None:

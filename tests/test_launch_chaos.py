@@ -44,11 +44,11 @@ def chaos_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
         f"--seed={SEED}",
         "--json",
         f"model.path={policy}",
-        f"run.dir={root / 'run'}",
+        f"run.dir={root / 'runs' / 'run'}",  # in a folder that is not there
     )
     done = slipstream("chaos", *arguments, *FEW, check=False)
     assert done.stdout, done.stderr
-    return root / "run", json.loads(done.stdout)
+    return root / "runs" / "run", json.loads(done.stdout)
 
 
 class SilentHosts(Hosts):

@@ -7,8 +7,9 @@
 | `solution_str`, and any of `data_source`, `ground_truth`, `extra_info`, `**kwargs` | verl's form: the answer and the reference |
 
 Invariants:
-- What the function returns is checked: a finite number, or a mapping with one under `reward` or `score`, whose other numbers are
-  metrics. Anything else, text that reads like a number included, is an error of the environment.
+- What the function returns is checked: a number, or a mapping with one under `reward` or `score` (`score` first where the form is
+  verl's), whose other numbers are metrics. Anything else, text that reads like a number included, is an error of the environment.
+- TRL's and verl's functions get what theirs decode: all that the policy wrote, thinking and the text of calls included.
 - A plain function runs in a thread, so it may block; a coroutine function runs on the event loop.
 - An exception of the function is reported with its own file and line.
 """
@@ -17,20 +18,18 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ...common.targets import load_target
-from ...common.unawaited import without_await
 from ...errors import ConfigError, EnvError, describe, user_line
-from ..base import as_number
+from ..base import Message, as_number, checked_metrics, checked_reward
 from ..loading import require_file
 from ..sandbox import require_sandbox
 from ..tools import in_thread
@@ -96,9 +95,9 @@ class RewardFunction:
     def check_reference(self, reference: Any) -> None:
         return None
 
-    async def __call__(self, completion: str, example: Example) -> Score:
+    async def __call__(self, answer: Message, example: Example) -> Score:
         """Raises EnvError: the function raised, or returned something else than a reward."""
-        arguments = self._arguments(completion, example)
+        arguments = self._arguments(answer, example)
         try:
             if self._is_coroutine:
                 result = await self._function(**arguments)
@@ -106,21 +105,26 @@ class RewardFunction:
                 result = await in_thread(lambda: self._function(**arguments))
         except Exception as error:  # the user's own code
             raise EnvError(f"the reward {self.name} raised {describe(error)}{_raising_line(error)}") from error
-        return read_score(self.name, result[0] if self._arguments == self._trl and _is_list(result) else result)
+        if self._arguments == self._trl and _is_list(result):
+            result = result[0]
+        keys = RESULT_KEYS[::-1] if self._arguments == self._verl else RESULT_KEYS
+        return read_score(self.name, result, keys)
 
-    def _own_arguments(self, completion: str, example: Example) -> dict[str, Any]:
-        return self._accepted({"completion": completion, "row": example.row})
+    def _own_arguments(self, answer: Message, example: Example) -> dict[str, Any]:
+        return self._accepted({"completion": answer.content, "row": example.row})
 
-    def _trl(self, completion: str, example: Example) -> dict[str, Any]:
-        chat = not isinstance(example.prompt, str)
-        answer = [{"role": "assistant", "content": completion}] if chat else completion
+    def _trl(self, answer: Message, example: Example) -> dict[str, Any]:
+        text = answer.written or answer.content
+        completion = text if isinstance(example.prompt, str) else [{"role": "assistant", "content": text}]
         columns = {name: [value] for name, value in example.row.items() if name not in ("prompts", "completions")}
-        return self._accepted({**columns, "prompts": [example.prompt], "completions": [answer]})
+        return self._accepted({**columns, "prompts": [example.prompt], "completions": [completion]})
 
-    def _verl(self, completion: str, example: Example) -> dict[str, Any]:
+    def _verl(self, answer: Message, example: Example) -> dict[str, Any]:
         row = example.row
-        given = {"solution_str": completion, "ground_truth": example.reference}
-        return self._accepted({**given, "data_source": row.get("data_source"), "extra_info": row.get("extra_info")})
+        given = {"solution_str": answer.written or answer.content, "ground_truth": example.reference}
+        return self._accepted(
+            {**given, "data_source": row.get("data_source"), "extra_info": row.get("extra_info") or {}}
+        )
 
     def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments if self._takes_all else {name: v for name, v in arguments.items() if name in self._names}
@@ -149,9 +153,9 @@ class VerifierReward:
         elif self.name in READERS:
             READERS[self.name]("", reference)
 
-    async def __call__(self, completion: str, example: Example) -> Score:
+    async def __call__(self, answer: Message, example: Example) -> Score:
         """Raises EnvError: the reference cannot be read; ToolError: the sandbox failed."""
-        return Score(await REWARDS[self.name](completion, example.reference))
+        return Score(await REWARDS[self.name](answer.content, example.reference))
 
 
 def load_reward(key: str, name: str) -> RewardFunction | VerifierReward:
@@ -173,28 +177,23 @@ def load_reward(key: str, name: str) -> RewardFunction | VerifierReward:
     )
 
 
-def read_score(name: str, result: Any) -> Score:
-    """A checked result of a reward function. Raises EnvError."""
+def read_score(name: str, result: Any, keys: Sequence[str] = RESULT_KEYS) -> Score:
+    """A checked result of a reward function; of a mapping the reward is under the first of `keys` that it has. Raises EnvError."""
     metrics: dict[str, float] = {}
-    if isinstance(result, Mapping):
-        key = next((key for key in RESULT_KEYS if key in result), None)
-        if key is None:
-            raise EnvError(f"the reward {name} returned {dict(result)!r:.100} without {' or '.join(RESULT_KEYS)}")
-        others = {str(k): as_number(v) for k, v in result.items() if k != key}
-        metrics = {k: v for k, v in others.items() if v is not None and math.isfinite(v)}
-        result = result[key]
-    reward = as_number(result)
-    if reward is None and (why := without_await(result)):
-        raise EnvError(f"the reward {name}: {why}")
-    if reward is None:
-        raise EnvError(f"the reward {name} returned {result!r:.100}; a reward is a number")
-    if not math.isfinite(reward):
-        raise EnvError(f"the reward {name} returned {reward}; a reward is a finite number")
-    return Score(reward, metrics)
+    try:
+        if isinstance(result, Mapping):
+            key = next((key for key in keys if key in result), None)
+            if key is None:
+                raise EnvError(f"it returned {dict(result)!r:.100} without {' or '.join(keys)}")
+            metrics = checked_metrics({str(k): v for k, v in result.items() if k != key and as_number(v) is not None})
+            result = result[key]
+        return Score(checked_reward(result), metrics)
+    except EnvError as error:
+        raise EnvError(f"the reward {name}: {error}") from None
 
 
 def _is_list(result: Any) -> bool:
-    return isinstance(result, list | tuple) and len(result) == 1
+    return (isinstance(result, list | tuple) or getattr(result, "shape", None) == (1,)) and len(result) == 1
 
 
 def _from_file(key: str, file: str, name: str) -> Callable[..., Any]:

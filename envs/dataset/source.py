@@ -144,5 +144,5 @@ class DatasetSource(SimpleEnv):
         return Observation(self._current.messages)
 
     async def step(self, message: Message) -> StepResult:
-        score = await self._reward(message.content, self._current)
+        score = await self._reward(message, self._current)
         return StepResult(reward=score.reward, done=True, metrics=score.metrics)

@@ -198,7 +198,9 @@ def make_player(
         vocabulary=vocabulary_size(config.model.path),
         max_tokens_per_turn=settings.max_tokens_per_turn,
         max_tokens=settings.max_tokens,
-        decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
+        decode=lambda token_ids, *, special=True: str(
+            tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        ),
     )
     parts, stops = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
     for name, count in leave_out_long_prompts(parts, renderer, settings).items():
