@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import msgspec
 
@@ -55,6 +55,11 @@ class EnvPart(msgspec.Struct, frozen=True):
     source: TaskSource
     penalty: float | None
     self_played: bool = False
+
+    @property
+    def size(self) -> int:
+        """The tasks of an epoch; 0 where they have no end."""
+        return len(self.source) if isinstance(self.source, Sized) else 0
 
 
 def parts_of(config: EnvironmentKind | Mixture, split: Split, seed: int, section: str = "env") -> tuple[EnvPart, ...]:

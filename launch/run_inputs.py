@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..configs import Config
@@ -50,8 +50,7 @@ class RunInputs:
         parts, counts = parts_of(self.config.env, "train", self.config.seed), dict[str, int]()
         for (key, section), part in zip(parts_by_key(self.config.env).items(), parts, strict=True):
             if isinstance(section, DataSection | LibraryTasks):
-                assert isinstance(part.source, Sized)
-                counts[key] = len(part.source)
+                counts[key] = part.size
         return parts, counts
 
     @functools.cached_property
@@ -111,4 +110,4 @@ class RunInputs:
         part = self.train[list(sections).index(key)]
         if isinstance(sections[key], DataSection):
             return self.counts[key] - self.leave_out_long_prompts()[""].get(part.name, 0)
-        return len(part.source) if isinstance(part.source, Sized) else 0
+        return part.size

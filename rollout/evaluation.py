@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from ..buffer.admission import Admission
 from ..buffer.messages import Lease
 from ..common.outcomes import failures_text
 from ..common.scores import EvaluationResult
+from ..envs import EnvPart
 from ..errors import EvaluationError
 from .failures import FailureLog, too_many_failed
 from .loop_watchdog import EventLoopWatchdog
@@ -20,6 +21,26 @@ from .scores import score
 
 KeepEpisode = Callable[[Lease, int, EpisodeResult], None]
 """(lease, member, how its episode ended). It returns at once."""
+
+
+def task_counts(parts: Sequence[EnvPart], tasks: int) -> tuple[int, ...]:
+    """How many of so many tasks each environment plays: its share, or all that it has where these are fewer."""
+    counts = _shares(parts, tasks)
+    return tuple(min(count, part.size or count) for part, count in zip(parts, counts, strict=True))
+
+
+def fewer_tasks(parts: Sequence[EnvPart], tasks: int) -> str:
+    """Which environments have fewer tasks than their share of so many; "" where none has."""
+    wanted, played = _shares(parts, tasks), task_counts(parts, tasks)
+    return "; ".join(
+        f"{part.name}: {has} held-out task{'s' * (has > 1)}, not {count}"
+        for part, count, has in zip(parts, wanted, played, strict=True)
+        if has < count
+    )
+
+
+def _shares(parts: Sequence[EnvPart], tasks: int) -> tuple[int, ...]:
+    return Admission(0, tasks, tuple(part.share for part in parts)).quotas([0] * len(parts))
 
 
 async def evaluate(
@@ -32,17 +53,17 @@ async def evaluate(
     first: int = 0,
     keep: KeepEpisode = lambda lease, member, result: None,
 ) -> EvaluationResult:
-    """Play `tasks` tasks `samples` times each: of each environment its share, from its first task on; as many at a time as the
-    servers decode at once. Groups are numbered from `first` on; `keep` receives each episode that ends, and `tell`
+    """Play `tasks` tasks `samples` times each: of each environment its share, from its first task on, none twice; as many
+    at a time as the servers decode at once. Groups are numbered from `first` on; `keep` receives each episode that ends, and `tell`
     hears of the first failures. Raises EvaluationError: so many episodes failed that the others say nothing
     (`failures.END_SHARE`)."""
     started = time.perf_counter()
     slots, failures = asyncio.Semaphore(player.concurrency), FailureLog(tell)
-    counts = Admission(0, tasks, tuple(part.share for part in player.parts)).quotas([0] * len(player.parts))
     leases = [
         Lease(number, 0, tuple(range(samples)), 0, 0, env, task)
         for number, (env, task) in enumerate(
-            ((env, task) for env, count in enumerate(counts) for task in range(count)), start=first
+            ((env, task) for env, count in enumerate(task_counts(player.parts, tasks)) for task in range(count)),
+            start=first,
         )
     ]
 

@@ -16,6 +16,7 @@ from slipstream.launch.row_counts import check_row_counts, record_counts, record
 from slipstream.launch.run import refuse_changes
 from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.supervisor.factory import BACKEND_FACTORY
+from slipstream.monitor.series import read_evaluations
 from slipstream.tests.killing_backend import KILLS
 from slipstream.tests.runs import SMALL, check_accounts, metrics, query, slipstream
 
@@ -110,6 +111,27 @@ def test_a_data_set_is_read_once_for_each_split_before_a_run_starts_or_goes_on(
     assert main(["resume", str(folder / "run")]) == 2
     assert capsys.readouterr().err == "slipstream: reached\n"
     assert (folder / "made.txt").read_text() == "xxxx"
+
+
+def test_an_evaluation_counts_each_held_out_row_once_and_says_once_that_they_are_few(
+    policy: Path, folder: Path
+) -> None:
+    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(38)))
+    run, few = folder / "run", "evaluation, two: rows: 2 held-out tasks, not 8"
+    small = (*SMALL, *OWN, "env.evaluation=0.05", "rollout.engine.kind=fake", "learner.steps=2")
+    suites = ("evaluation.tasks=8", "evaluation.suites={one: {tasks: 1}, two: {samples: 2}}")
+    done = slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small, *suites)
+    assert done.stdout.count("held-out tasks, not") == done.stdout.count(few) == 1
+    assert done.stdout.count("over 2 held-out tasks, 2 samples each") >= 2
+    resumed = slipstream("resume", str(run), "learner.steps=4")
+    assert "held-out tasks, not" not in resumed.stdout
+    found = [one for one in read_evaluations(run / "evaluations.json") if one.suite == "two"]
+    assert [(one.step, one.tasks, one.outcomes) for one in found] == [(n, 2, {"finished": 4}) for n in (0, 2, 4)]
+    recorded = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+    assert {row["tasks"] for row in recorded if row.get("evaluation") == "two"} == {2}
+    alone = slipstream("eval", str(run))
+    assert alone.stderr.count(few) == 1
+    assert " over 2 tasks (4 finished) in " in alone.stdout
 
 
 def tasks_of_groups(run: Path) -> dict[int, str]:

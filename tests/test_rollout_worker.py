@@ -19,14 +19,15 @@ from slipstream.buffer.ledger_report import ledgers_by_version
 from slipstream.buffer.messages import Stats
 from slipstream.buffer.schema import process_names
 from slipstream.configs import load
+from slipstream.configs.environments import Dataset
 from slipstream.configs.schema import Buffer, Config, Failure, Reason
-from slipstream.envs import Environment, EnvPart, Message, StepResult, Task
+from slipstream.envs import Environment, EnvPart, Message, StepResult, Task, task_source
 from slipstream.errors import PolicyError, ToolError, first_cause
 from slipstream.learner.model import load_tokenizer, vocabulary_size
 from slipstream.rollout import failures
 from slipstream.rollout import worker as module
 from slipstream.rollout.engines.base import EngineLoad
-from slipstream.rollout.evaluation import evaluate
+from slipstream.rollout.evaluation import evaluate, fewer_tasks
 from slipstream.rollout.player import EpisodePlayer
 from slipstream.rollout.router import Router
 from slipstream.rollout.routing import AHEAD
@@ -576,6 +577,34 @@ async def test_an_evaluation_plays_a_mixture_by_shares_and_scores_each_part(poli
     easy, hard = result.environments["easy"], result.environments["hard"]
     assert (easy.tasks, easy.reward_mean, easy.reward_stderr, easy.outcomes) == (7, 1.0, 0.0, {"finished": 7})
     assert (hard.tasks, hard.reward_mean, hard.reward_stderr, hard.outcomes) == (0, None, None, {"failed_tool": 3})
+
+
+async def test_an_evaluation_plays_no_task_twice_where_a_part_has_fewer_than_its_share(
+    policy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "Say {n}.", "answer": "{n}"}}\n' for n in range(38))
+    )  # of which 0.05 are held out
+    rows = task_source(Dataset(path=str(tmp_path / "rows.jsonl"), reward="exact"), "eval", 0)
+    parts = [EnvPart("rows", 1.0, rows, None), EnvPart("endless", 1.0, Once(split="eval", seed=0), None)]
+    kept: list[tuple[int, int, int, int]] = []
+    async with world(policy, tmp_path, works=False, parts=parts) as w:
+        answering = asyncio.create_task(answer_all(w))
+        result = await evaluate(
+            w.player,
+            "final",
+            8,
+            2,
+            first=5,
+            keep=lambda lease, member, one: kept.append((lease.group_id, lease.env, lease.task, member)),
+        )
+        answering.cancel()
+    tasks = [(5, 0, 0), (6, 0, 1), (7, 1, 0), (8, 1, 1), (9, 1, 2), (10, 1, 3)]
+    assert sorted(kept) == [(*task, member) for task in tasks for member in range(2)]
+    assert (result.tasks, result.outcomes, result.pass_at["2"].tasks) == (6, {"finished": 12}, 6)
+    assert {name: part.tasks for name, part in result.environments.items()} == {"rows": 2, "endless": 4}
+    assert fewer_tasks(parts, 8) == "rows: 2 held-out tasks, not 4"
+    assert fewer_tasks(parts, 4) == ""
 
 
 async def test_an_evaluation_plays_what_the_servers_decode_at_once(policy: Path, tmp_path: Path) -> None:

@@ -202,9 +202,9 @@ async def evaluator(
     """Evaluate the version that the engines serve, each suite that has no result of `step` yet; append the results, called `label`,
     to the run's evaluations."""
     from ...buffer.evaluation_episodes import keep_episodes
-    from ...monitor.series import evaluation_line
-    from ...rollout.evaluation import evaluate
-    from ..evaluations import append, called, missing
+    from ...monitor.series import evaluation_line, read_evaluations
+    from ...rollout.evaluation import evaluate, fewer_tasks
+    from ..evaluations import FILE, append, called, missing
     from .factory import buffer_client, make_agents, make_player, make_router
 
     limit = parse_size("buffer.keep", context.config.buffer.keep)
@@ -215,6 +215,7 @@ async def evaluator(
         router = await stack.enter_async_context(make_router(context, name, client, heartbeat.report_false_replies))
         agents = await stack.enter_async_context(make_agents(context.config))
         episodes = await stack.enter_async_context(keep_episodes(context.evaluation_dir, limit))
+        evaluated = {one.suite for one in read_evaluations(context.dir / FILE)}
         for name, suite in missing(context.dir, context.config, step).items():
             make = functools.partial(
                 make_player, suite, agents, router, split="eval", temperature=suite.evaluation.temperature
@@ -223,6 +224,8 @@ async def evaluator(
             _ready(heartbeat)
             tasks, samples = suite.evaluation.tasks, suite.evaluation.samples
             title = called(label, name)
+            if name not in evaluated and (fewer := fewer_tasks(player.parts, tasks)):  # said once in a run
+                heartbeat.send_message(f"{called('evaluation', name)}: {fewer}")
 
             def keep(lease: Lease, member: int, one: EpisodeResult, title: str = title) -> None:
                 episodes.record(
