@@ -257,6 +257,20 @@ def test_what_cannot_be_used_is_one_line_that_names_the_key(folder: Path, config
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("isolate", [0, 1])
+def test_a_later_row_without_a_column_of_the_reward_is_named_by_file_and_line(folder: Path, isolate: int) -> None:
+    lacking = [{name: value for name, value in ROWS[0].items() if name != "answer"}]
+    write("lacking.jsonl", ROWS[:7] + lacking + ROWS[8:])
+    source = task_source(dataset("lacking.jsonl", "my.py:trl", evaluation=0.0, isolate=isolate), "train", 0)
+    complaint = (
+        r"lacking.jsonl, line 8: it has no 'answer', which the reward my.py:trl needs; it has question, level, id"
+    )
+    with pytest.raises(ConfigError, match=f"env.path: {complaint}"):
+        source.check()
+    with pytest.raises(EnvError, match=complaint):  # as `env check` meets it
+        [source.task(index) for index in range(len(source))]
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [

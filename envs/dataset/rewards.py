@@ -21,7 +21,7 @@ import inspect
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class RewardFunction:
-    """A function of the user's. `needs_answer`: it is called with the reference answer."""
+    """A function of the user's. `needs_answer`: it is called with the reference answer. Every row needs its `columns`."""
 
     def __init__(self, key: str, name: str, function: Callable[..., Any]) -> None:
         """Raises ConfigError naming `key`: its parameters are of no form that can be called."""
@@ -74,7 +74,7 @@ class RewardFunction:
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         required = {p.name for p in parameters if p.name in self._names and p.default is p.empty}
         required |= {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
-        self._columns = required - {"prompts", "completions"} if "completions" in self._names else set[str]()
+        self.columns = required - {"prompts", "completions"} if "completions" in self._names else set[str]()
         if "completions" in self._names:
             self._arguments = self._trl
         elif "solution_str" in self._names and required <= set(VERL):
@@ -87,7 +87,7 @@ class RewardFunction:
 
     def check(self, key: str, first: Mapping[str, Any]) -> None:
         """Raises ConfigError where the function needs columns that the first row lacks."""
-        if missing := sorted(self._columns - set(first)):
+        if missing := sorted(self.columns - set(first)):
             raise ConfigError(
                 f"{key}: {self.name} needs {', '.join(missing)}, of which the first row has no column; it has {', '.join(first)}"
             )
@@ -134,6 +134,7 @@ class VerifierReward:
     """A verifier of `envs.verifiers`, which compares the answer with the reference."""
 
     needs_answer = True
+    columns: Set[str] = frozenset()
 
     def __init__(self, name: str) -> None:
         """Raises ConfigError: a package or a sandbox that it needs is missing."""

@@ -84,6 +84,10 @@ class DatasetSource(SimpleEnv):
             raise ValueError(f"{self._rows.place(number)}: {error}") from None
 
     def _read(self, row: JSON) -> Example:
+        if missing := sorted(self._reward.columns - set(row)):
+            raise ValueError(
+                f"it has no {', '.join(map(repr, missing))}, which the reward {self._reward.name} needs; it has {', '.join(row)}"
+            )
         return read_example(row, self._columns, self.config.system, needs_answer=self._reward.needs_answer)
 
     def check(self) -> None:
