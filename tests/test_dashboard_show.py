@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from rich.cells import cell_len
-from slipstream.buffer.trajectory import Outcome, Trajectory
+from slipstream.buffer.encoded import DeliveredTrajectory, EncodedTrajectory
+from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, sampled_of
 from slipstream.launch.cli.main import main
 from slipstream.monitor.metrics import METRICS, read_metrics
 from slipstream.tests import dashboard_runs, forkserver
@@ -73,6 +74,44 @@ def test_an_episode_of_the_newest_step_is_shown_as_messages(
     assert headings == [("user", ""), ("assistant", "1"), ("user", ""), ("assistant", "2")]
     assert f"What is 2 + {one.member}?" in text
     assert f"calculator({one.group_id})" in text
+
+
+class BranchingRun(DashboardRun):
+    """Whose episodes have a second branch, which ends after its first turn."""
+
+    def branches(self, episode: str) -> tuple[Trajectory, Trajectory]:
+        whole = self.trajectory(episode)
+        (turn, _), (span, *_) = whole.turns, whole.version_spans
+        fields = ("token_ids", "loss_mask", "behavior_logprobs")
+        cut = {name: getattr(whole, name)[: turn.end] for name in fields}
+        spans = {"turns": (turn,), "version_spans": (span,)}
+        return whole, msgspec.structs.replace(whole, id=f"{episode}.1", branch=1, **cut, **spans)
+
+    def play(self) -> list[Trajectory]:
+        lease = self.replay.leases.grant("worker-0", 0.0)
+        assert lease is not None
+        made = list[Trajectory]()
+        for member in lease.members:
+            both = self.branches(lease.episode(member))
+            counts = sampled_of(lease.episode(member), both)
+            assert self.replay.leases.deliver(lease.episode(member), FINISHED, counts, counts, both[0].reward)
+            made += both
+        self._save([DeliveredTrajectory.of(one.episode, one, EncodedTrajectory.of(one)) for one in made])
+        return made
+
+
+def test_of_branches_it_says_what_all_sampled_and_how_long_the_longest_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = BranchingRun(tmp_path / "run")
+    made = run.record(2)
+    run.close()
+    text = shown(capsys, tmp_path / "run")
+    (id,) = episodes_of(text)
+    whole, cut = (one for one in made if one.episode == id)
+    assert len(whole) > len(cut)
+    sampled = whole.sampled + cut.sampled
+    assert f"\n{sampled} tokens sampled in 2 branches, the longest has {len(whole)} with those given; trained" in text
 
 
 @pytest.mark.parametrize("options", [(), ("--tokens",)], ids=["messages", "tokens"])

@@ -157,14 +157,16 @@ def _facts(episode: StoredEpisode, *, evaluated: bool) -> list[str]:
     withheld = f", withheld: {first.withheld}" if first.withheld else ""
     state = f"of the evaluation {first.request!r}" if evaluated else state
     turns = sum(_is_own(branch, turn.start) for branch in episode.branches for turn in branch.header.turns)
-    sampled, tokens = (
+    sampled, longest = (
         sum(branch.header.sampled for branch in episode.branches),
         max(len(b.header) for b in episode.branches),
     )
+    count = len(episode.branches)
+    branches = f" in {count} branches, the longest has " if count > 1 else ", "
     lines = [
         f"task {h.task_id} of {h.env}, group {episode.group_id}",
         f"reward {reward(h.reward)}, {h.outcome.label} after {turns} turns in {_seconds(h.timings.get('total', 0.0))}",
-        f"{sampled} tokens sampled, {tokens} with those given; {state}{withheld}",
+        f"{sampled} tokens sampled{branches}{longest} with those given; {state}{withheld}",
     ]
     if versions:
         ages = [first.learner_version - version for version in reversed(versions)]
