@@ -2,6 +2,7 @@
 
 Invariants:
 - A closed pipe never ends a command: its file descriptor then points at /dev/null, and the log has one line about it.
+- What no terminal shows has no width: tables have all of their columns, and no line is folded.
 """
 
 from __future__ import annotations
@@ -10,15 +11,23 @@ import contextlib
 import logging
 import os
 import sys
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 
 log = logging.getLogger(__name__)
 
 
+UNLIMITED = 10_000  # columns of what no terminal shows
+
+
 class PipeSafeConsole(Console):
-    """A rich console that keeps going after its reader has closed the pipe."""
+    """A rich console that keeps going after its reader has closed the pipe, and folds lines only for a terminal."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not self.is_terminal:
+            self.width = UNLIMITED
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

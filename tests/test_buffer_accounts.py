@@ -186,6 +186,23 @@ def test_the_command_says_whether_the_ledger_closes_and_where_not(
     assert (check.examined, check.problems) == (195, ("it does not close",) if statement else ())
 
 
+def test_every_account_is_in_the_ledger_whatever_the_width_and_in_one_table_without_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = ledger_report(file_of(tmp_path / "buffer.sqlite", *EPISODES))
+    reasons = ("baseline", "filtered", "late", "stale", "failed", "unused")
+    for width in (60, 70, 80, 100):
+        console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        print_report(report, "length", console)
+        tables = [line for line in console.file.getvalue().splitlines() if line.startswith(("┏", "└"))]
+        assert all(line.endswith(("┓", "┘")) and len(line) <= width for line in tables)
+        assert all(reason in console.file.getvalue() for reason in reasons)
+    assert main(["ledger", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (total,) = (line for line in lines if line.split()[1:2] == ["all"])
+    assert [int(cell) for cell in total.split("│")[2:-1]] == [195, 11, 16, 7, 4, 6, 100, 4, 40, 2, 5]
+
+
 def test_the_verdict_names_the_versions_whose_tokens_are_in_no_account(tmp_path: Path) -> None:
     report = ledger_report(file_of(tmp_path / "buffer.sqlite", *EPISODES))
     lost = msgspec.structs.replace(report.by_version[2], ready=0)

@@ -15,7 +15,7 @@ from rich.table import Table
 from ...buffer.image_files import ImageFiles
 from ...buffer.ledger import ACCOUNTS, Ledger
 from ...buffer.ledger_report import LedgerReport
-from ...monitor.output import open_console, print_line
+from ...monitor.output import UNLIMITED, open_console, print_line
 from .options import CommandTable, add_run
 
 
@@ -45,11 +45,11 @@ def print_report(report: LedgerReport, by: str, console: Console) -> None:
     names = {"generated": "generated"} | {name: name.replace("_", " ") for name in ACCOUNTS}
     names |= {f"withheld/{reason}": f"withheld: {reason}" for reason in sorted(report.total.withheld)}
     names |= {f"discarded/{reason}": f"discarded: {reason}" for reason in sorted(report.total.discarded)}
-    shown, wide = list(names), console.options.update(max_width=10_000)
+    shown, wide = list(names), console.options.update(max_width=UNLIMITED)
     while shown:
         for count in range(len(shown), 0, -1):
             table = _table(report, by, names, shown[:count])
-            if count == 1 or Measurement.get(console, wide, table).minimum <= console.width:
+            if count == 1 or Measurement.get(console, wide, table).maximum <= console.width:
                 console.print(table)
                 shown = shown[count:]
                 break
@@ -61,7 +61,8 @@ def _table(report: LedgerReport, by: str, names: dict[str, str], shown: Sequence
     table = Table("episode length" if by == "length" else "version", title="token ledger")
     table.columns[0].justify, table.columns[0].no_wrap = "right", True
     for name in shown:
-        table.add_column(names[name].replace("_", " "), justify="right", min_width=max(map(len, names[name].split())))
+        # A word a line: rich makes a table that it has to fold wider than it was asked to.
+        table.add_column(names[name].replace("_", "\n").replace(" ", "\n"), justify="right", no_wrap=True)
     for name, part in parts.items():
         label = f"{name:,} to {2 * name - 1:,}" if by == "length" and name else str(name)
         table.add_row(label, *(f"{_tokens(part, key):,}" for key in shown))
