@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,16 +68,19 @@ class RoleGauges:
 
     def between(self, t0: float, t1: float, points: int) -> dict[str, list[float | None]]:
         """Means over `points` equal parts of the time from `t0` to `t1`."""
-        first, last = bisect_left(self.times, t0), bisect_right(self.times, t1)
-        times = np.array(self.times[first:last])
-        if not len(times):
+        times = np.array(self.times[:])
+        inside = (times >= t0) & (times <= t1)  # a clock may have been set back
+        if not inside.any():
             return {}
-        part = np.minimum(((times - t0) / max(t1 - t0, 1e-9) * points).astype(int), points - 1)
+        first, last = int(inside.argmax()), len(times) - int(inside[::-1].argmax())
+        times, inside = times[first:last], inside[first:last]
+        part = np.minimum(((times[inside] - t0) / max(t1 - t0, 1e-9) * points).astype(int), points - 1)
         found = {}
         for name, column in list(self.columns.items()):
             values = np.array(column[first:last])
             if name.rpartition(".")[2] in COUNTERS:
                 values = rates(times, values)
+            values = values[inside]
             known = np.isfinite(values)
             if known.any():
                 sums = np.bincount(part[known], values[known], points)

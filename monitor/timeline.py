@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -151,17 +152,36 @@ class FolderFollower:
 
     def lines(self) -> Iterator[tuple[str, str, bytes]]:
         """(role, pid, line) of what was added since the last look, process by process, the oldest first. Raises OSError."""
-        written: dict[tuple[str, str], float] = {}  # when by each process, the last time
+        began: dict[tuple[str, str], float] = {}
         for path in self._folder.glob(f"{self._role}.*{FILE}"):
             role, _, pid = path.name.removesuffix(OLD).removesuffix(FILE).partition(".")
             with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
-                written[role, pid] = max(path.stat().st_mtime, written.get((role, pid), 0.0))
-        for role, pid in sorted(written, key=lambda one: (one[0], written[one])):
+                began[role, pid] = min(_begin(path), began.get((role, pid), math.inf))
+        for role, pid in sorted(began, key=lambda one: (one[0], began[one])):
             name = f"{role}.{pid}"
             if name not in self._files:
                 self._files[name] = LineFollower(self._folder / (name + FILE), self._folder / (name + OLD))
             for line in self._files[name].lines():
                 yield role, pid, line
+
+
+class _Times(msgspec.Struct, frozen=True):
+    """Of a line of the series or of a span."""
+
+    t: float | None = None
+    t0: float | None = None
+
+
+def _begin(path: Path) -> float:
+    """When the lines in `path` begin. The time of the file, which a copy does not keep, counts where its first line has none."""
+    with path.open("rb") as file:
+        first = file.readline(LINE_BYTES)
+        try:
+            line = msgspec.json.decode(first, type=_Times)
+        except msgspec.MsgspecError:
+            line = _Times()
+        time_s = line.t if line.t0 is None else line.t0
+        return os.fstat(file.fileno()).st_mtime if time_s is None else time_s
 
 
 def read_spans(folder: Path) -> Iterator[tuple[str, Span]]:

@@ -145,6 +145,17 @@ def test_gauges_have_gaps_where_nothing_was_said_and_rates_where_counts_only_gro
     assert table.roles()["worker-0"].between(104.9, 105.1, 1)["playing"] == [9]
 
 
+def test_a_clock_that_was_set_back_leaves_each_gauge_in_its_window(tmp_path: Path) -> None:
+    times = [*range(100, 110), *range(90, 104)]
+    path = tmp_path / "series" / "worker-0.11.jsonl"
+    lines(path, [{"t": float(t), "tokens": 5 * n, "playing": t} for n, t in enumerate(times)])
+    found = GaugeTable(tmp_path).roles()["worker-0"]
+    assert found.between(95.0, 101.0, 6)["playing"] == [95, 96, 97, 98, 99, 100.5]  # 101 is of the last part, twice
+    assert found.between(95.0, 101.0, 1)["tokens"] == [5.0]
+    assert found.between(105.0, 108.0, 1)["playing"] == [106.5]
+    assert found.between(120.0, 130.0, 1) == {}
+
+
 def test_gauges_of_a_long_run_are_thinned_and_the_newest_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

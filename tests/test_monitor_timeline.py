@@ -190,6 +190,23 @@ def test_processes_of_a_role_are_read_in_the_order_in_which_they_wrote(tmp_path:
     assert [pid for _, pid, _ in FolderFollower(tmp_path).lines()] == ["9998", "10012", "77"]
 
 
+@pytest.mark.parametrize("key", ["t", "t0"])
+def test_processes_of_a_copied_run_are_read_in_the_order_in_which_they_began(tmp_path: Path, key: str) -> None:
+    """A copy does not keep the times of the files."""
+    for at, (pid, ending) in enumerate(
+        (("9998", ".jsonl"), ("10012", ".old.jsonl"), ("10012", ".jsonl"), ("77", ".jsonl"))
+    ):
+        path = tmp_path / f"worker-0.{pid}{ending}"
+        path.write_text("".join(f'{{"{key}": {100.0 * at + n}}}\n' for n in range(3)))
+        os.utime(path, (1e9 - at, 1e9 - at))
+    found = list(FolderFollower(tmp_path).lines())
+    assert list(dict.fromkeys(pid for _, pid, _ in found)) == ["9998", "10012", "77"]
+    assert len(found) == 12
+    assert [line for *_, line in found] == sorted(
+        (line for *_, line in found), key=lambda line: float(line[:-1].split()[1])
+    )
+
+
 def test_a_line_that_is_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "READ_AT_ONCE", 8)
     path = tmp_path / "lines"
