@@ -19,7 +19,9 @@ from slipstream.configs import Config, describe, dump, load
 from slipstream.configs.environments import PythonEnv
 from slipstream.launch.cli.ledger import print_report
 from slipstream.launch.cli.main import main
+from slipstream.launch.run import with_absolute_paths
 from slipstream.launch.run_lock import run_lock
+from slipstream.monitor.settings import SettingChange, append_changes
 from slipstream.tests.runs import tiny_policy
 
 ROOT = Path(__file__).parent.parent
@@ -235,11 +237,45 @@ def test_a_folder_that_holds_a_run_already(policy: Path, tmp_path: Path, capsys:
 
 
 def test_train_resumes_where_there_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train = ("train", "quickstart", "--resume", f"run.dir={tmp_path}", "model.path=of-the-command")
-    assert "model.path: 'of-the-command'" in refused(capsys, *train)
+    train = ("train", "quickstart", "--resume", f"run.dir={tmp_path}")
+    assert "model.path: 'of-the-command'" in refused(capsys, *train, "model.path=of-the-command")
+    began = dump(load("quickstart", ["model.path=of-the-run", "buffer.max_staleness=3"]))
+    (tmp_path / "config.yaml").write_text(began)
+    assert "model.path: 'of-the-run'" in refused(capsys, *train, "model.path=of-the-run", "buffer.max_staleness=3")
+    assert "is not empty" in refused(capsys, *train[:2], train[3], "model.path=of-the-run")
+
+
+def test_train_resumes_with_what_its_command_changes_as_resume_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text(dump(load("quickstart", ["model.path=of-the-run"])))
-    assert "model.path: 'of-the-run'" in refused(capsys, *train)
-    assert "is not empty" in refused(capsys, *train[:2], *train[3:])
+    train = ("train", "quickstart", "--resume", f"run.dir={tmp_path}")
+    assert "model.path: 'of-the-command'" in refused(capsys, *train, "model.path=of-the-command")
+    changed = "model.path=of-the-run", "buffer.group_size=2"
+    assert refused(capsys, *train, *changed) == refused(capsys, "resume", str(tmp_path), *changed)
+    assert "learner.steps" in refused(capsys, *train, "learner.steps=0")
+
+
+def test_a_requeued_job_takes_back_no_changed_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Config]()
+    monkeypatch.setattr("slipstream.launch.run.resume", lambda config, *_: asked.append(config))
+    monkeypatch.setattr("slipstream.launch.run.summary", str)
+    keys = "buffer.max_staleness=3", "learner.optimizer.lr=0.1", "run.on_alert=[./tell]"
+    train = ("train", "quickstart", "--resume", f"run.dir={tmp_path}", *keys)
+    (tmp_path / "config.yaml").write_text(dump(with_absolute_paths(load("quickstart", keys))))
+    assert main(train) == 0
+    assert capsys.readouterr().err == ""
+    append_changes(tmp_path / "settings.jsonl", [SettingChange(0.0, 1, 0, "buffer.max_staleness", 3, 5)])
+    assert main((*train, "learner.optimizer.lr=0.2", "learner.steps=9")) == 0
+    line = capsys.readouterr().err
+    assert "the run keeps its own buffer.max_staleness; " in line
+    assert line.count("\n") == 1
+    before, after = asked
+    assert (before.buffer.max_staleness, before.learner.optimizer.lr) == (3, 0.1)
+    assert (after.buffer.max_staleness, after.learner.optimizer.lr, after.learner.steps) == (5, 0.2, 9)
+    assert after.run.on_alert == (str(Path("tell").absolute()),)
 
 
 def test_a_resumed_run_keeps_what_its_buffer_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ... import __version__
 from ...common.fsio import is_folder
-from ...configs import RUN_CONFIG, describe_schema, load, run_config
+from ...configs import LIVE, RUN_CONFIG, Config, describe, describe_schema, load, run_config
 from ...errors import ConfigError
 from ...monitor.output import print_line, print_notice
 from .config import fields_text
 from .options import CommandTable, add_config, add_overrides, add_run, add_step
+
+if TYPE_CHECKING:
+    from ...monitor.settings import SettingChange
 
 
 def register(commands: CommandTable) -> None:
@@ -37,7 +42,7 @@ def register(commands: CommandTable) -> None:
 def train(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides, notice=print_notice)
     if options.resume and (Path(config.run.dir) / RUN_CONFIG).is_file():
-        return _resume(config.run.dir)
+        return _resume(config.run.dir, options.overrides, config)
     print_line(f"slipstream {__version__}: checks the config, then trains in {config.run.dir}")
     from .. import run
 
@@ -49,16 +54,52 @@ def resume(options: argparse.Namespace) -> int:
     return _resume(options.run, options.overrides)
 
 
-def _resume(folder: str, overrides: Sequence[str] = ()) -> int:
+def _resume(folder: str, overrides: Sequence[str], given: Config | None = None) -> int:
+    """`given` is the config of `train --resume`, with the overrides: what they do not change is taken from the run."""
     from ...monitor.settings import SETTINGS, in_force, read_changes
 
-    path, live = str(run_config(folder)), in_force(read_changes(Path(folder) / SETTINGS))
-    before, config = load(path, live), load(path, [*live, *overrides, f"run.dir={folder}"])
+    changes = read_changes(Path(folder) / SETTINGS)
+    path, live, where = str(run_config(folder)), in_force(changes), f"run.dir={folder}"
+    before = load(path, live)
+    if given is None:
+        config = load(path, [*live, *overrides, where])
+    else:
+        from ..run import with_absolute_paths  # takes seconds
+
+        given = with_absolute_paths(given)
+        config = with_absolute_paths(load(path, [*live, *_new(overrides, given, before, changes), where]))
+        if kept := _different(given, config):
+            keys = ", ".join(sorted(kept))
+            print_notice(
+                f"the run keeps its own {keys}; `slipstream resume {shlex.quote(folder)} key=value` changes it"
+            )
     print_line(f"slipstream {__version__}: checks the config, then resumes {folder}")
     from .. import run
 
     print_line(run.summary(run.resume(config, before, Path(folder).resolve())))
     return 0
+
+
+def _new(overrides: Sequence[str], given: Config, before: Config, changes: Sequence[SettingChange]) -> list[str]:
+    """Those that ask for something else than the run has. A requeued job has the overrides that the run began with: it takes back
+    nothing that `slipstream set` has changed since."""
+    had = {change.key for change in changes if change.key in LIVE and LIVE[change.key].value(given) == change.old}
+    different = _different(given, before) - had
+
+    def asks(key: str) -> bool:
+        """It, something in it, or the kind of a section around it is different."""
+        return any(
+            f"{one}.".startswith(f"{key}.") or (one.endswith(".kind") and key.startswith(one.removesuffix("kind")))
+            for one in different
+        )
+
+    return [override for override in overrides if asks(override.partition("=")[0].strip())]
+
+
+def _different(one: Config, other: Config) -> set[str]:
+    """The keys whose values differ; the folder of a run may have been moved."""
+    values, others = ({field.key: field.value for field in describe(config)} for config in (one, other))
+    return {key for key in values.keys() | others.keys() if values.get(key) != others.get(key)} - {"run.dir"}
 
 
 def evaluate(options: argparse.Namespace) -> int:
