@@ -285,6 +285,13 @@ def test_a_resumed_run_keeps_what_its_buffer_means(tmp_path: Path, capsys: pytes
     assert "8" in line
 
 
+def test_a_run_is_resumed_in_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(dump(load("quickstart", ["model.path=of-the-run"])))
+    line = refused(capsys, "resume", str(tmp_path), "learner.steps=9", "run.dir=other")
+    assert line.startswith("slipstream: run.dir=other: ")
+    assert str(tmp_path) in line
+
+
 @pytest.mark.parametrize("command", ["resume", "eval", "ledger"])
 def test_a_run_that_is_none(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(tmp_path) in refused(capsys, command, str(tmp_path))

@@ -51,6 +51,12 @@ def train(options: argparse.Namespace) -> int:
 
 
 def resume(options: argparse.Namespace) -> int:
+    for override in options.overrides:
+        key, _, folder = override.partition("=")
+        if key.strip() == "run.dir" and Path(folder.strip()).resolve() != Path(options.run).resolve():
+            raise ConfigError(
+                f"{override}: a run is resumed in its own folder, {options.run}; copy it to resume it elsewhere"
+            )
     return _resume(options.run, options.overrides)
 
 
