@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,9 @@ def explain_or_say_why(folder: Path, *, active: bool) -> Explanation:
     try:
         return explain(folder, hardware_of(load(str(run_config(folder)))), active=active)
     except KeyboardInterrupt:  # of a user who does not want to wait for simulations; the report is written nevertheless
-        return Explanation(run=str(folder), alerts=(), note=f"not explained; `slipstream explain {folder}` does")
+        return Explanation(
+            run=str(folder), alerts=(), note=f"not explained; `slipstream explain {shlex.quote(str(folder))}` does"
+        )
     except SlipstreamError as error:
         log.warning("the run is not explained: %s", error)
         return Explanation(run=str(folder), alerts=(), note=f"not explained: {error}")

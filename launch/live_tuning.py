@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -48,7 +49,7 @@ class LiveTuner:
         began_with, bound = self._bounds()
         self.limits = low, high = limits or (0, max(began_with, bound))
         if not low <= bound <= high:
-            change = f"slipstream set {folder} {BOUND}={min(max(bound, low), high)}"
+            change = f"slipstream set {shlex.quote(str(folder))} {BOUND}={min(max(bound, low), high)}"
             raise ConfigError(
                 f"--over {BOUND}={low},{high}: the run has {bound}, which is not between them; `{change}` first"
             )

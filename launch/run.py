@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ def train(config: Config, *, recorded: bool = True, program: ProgramLink | None 
     config = with_absolute_paths(config)
     refuse_active(run_dir)
     if run_dir.is_dir() and any(run_dir.iterdir()):
-        continues = f"continue it with `slipstream resume {config.run.dir}`"
+        continues = f"continue it with `slipstream resume {shlex.quote(config.run.dir)}`"
         raise ConfigError(f"run.dir: {config.run.dir} is not empty; {continues}, or name a new folder")
     inputs = preflight(config)
     return _supervise(config, run_dir, inputs.counts, grade_traces(inputs), recorded=recorded, program=program)
@@ -203,7 +204,7 @@ def _supervise(
         except BaseException:
             from ..planner.explain.findings import Explanation
 
-            hint = f"`slipstream explain {config.run.dir}` says what to change"
+            hint = f"`slipstream explain {shlex.quote(config.run.dir)}` says what to change"
             report = write_report(run_dir, Explanation(run=config.run.dir, alerts=(), note=hint))
             if report.problem:  # the caller reports the run's own error
                 log.error("the report of the failed run: %s", report.problem)

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -267,9 +268,9 @@ class AlertRule(msgspec.Struct, frozen=True):
 
 
 def alert_rules(config: Config) -> tuple[AlertRule, ...]:
-    bound, run = config.buffer.max_staleness, config.run.dir
-    back = f"begin again from a checkpoint before it (`slipstream export {run} --step N`)"
-    explain = f"`slipstream explain {run}` names what to change"
+    bound, run, quoted = config.buffer.max_staleness, config.run.dir, shlex.quote(config.run.dir)
+    back = f"begin again from a checkpoint before it (`slipstream export {quoted} --step N`)"
+    explain = f"`slipstream explain {quoted}` names what to change"
     workers, engines = f"the tracebacks are in {run}/logs/worker-*.log", f"see {run}/logs/engine-*.log"
     lower = "lower learner.optimizer.lr"
     longer = "raise agent.max_tokens_per_turn or agent.max_tokens, or set learner.algorithm.overlong"
@@ -283,7 +284,7 @@ def alert_rules(config: Config) -> tuple[AlertRule, ...]:
         AlertRule("rollout_idle", "warning", 1, 1, _rollout_idle, explain),
         AlertRule("failures", "warning", 2, 3, _failures, f"mend that first, {workers}"),
         AlertRule("truncation", "warning", 3, 3, _truncation, longer),
-        AlertRule("length_bias", "warning", 3, 3, _length_bias, f"`slipstream ledger {run}` says where they are"),
+        AlertRule("length_bias", "warning", 3, 3, _length_bias, f"`slipstream ledger {quoted}` says where they are"),
         AlertRule(
             "unusable_batches", "warning", 1, 1, _unusable, f"{run}/logs/learner-*.log and buffer*.log name the groups"
         ),
@@ -343,7 +344,7 @@ class AlertBook:
         if not text:
             return [] if began is None else [msgspec.structs.replace(began, step=step, time=time, active=False)]
         advice = {
-            NO_STEP: f"`slipstream waits {self._run}` says who waits for whom",
+            NO_STEP: f"`slipstream waits {shlex.quote(self._run)}` says who waits for whom",
             DISK: "free some, or lower buffer.keep or learner.checkpoint_keep",
             FALSE_REPLIES: f"its hardware or its server is broken, see {self._run}/logs/engine-*.log",
         }[rule]

@@ -10,6 +10,7 @@ curve guessed (`guess.py`), and its pushes and hand-overs from its metrics.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def resume_command(run: RunRecords, steps: int) -> str:
     last = run.rows[-1]["step"] if run.rows else warmup_of(run.config.learner.algorithm)
     needed = last + steps - len(run.in_force)
     more = f" learner.steps={needed}" if needed > run.config.learner.steps else ""
-    return f"`slipstream resume {run.folder}{more}`"
+    return f"`slipstream resume {shlex.quote(str(run.folder))}{more}`"
 
 
 def figures_of_rows(rows: Sequence[Row], episode_s: float | None = None) -> RunFigures:

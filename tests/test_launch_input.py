@@ -21,6 +21,7 @@ from slipstream.launch.cli.ledger import print_report
 from slipstream.launch.cli.main import main
 from slipstream.launch.run import with_absolute_paths
 from slipstream.launch.run_lock import run_lock
+from slipstream.monitor.alerts import alert_rules
 from slipstream.monitor.settings import SettingChange, append_changes
 from slipstream.tests.runs import tiny_policy
 
@@ -234,6 +235,20 @@ def test_a_folder_that_holds_a_run_already(policy: Path, tmp_path: Path, capsys:
     line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path}")
     assert "run.dir" in line
     assert "resume" in line
+
+
+def test_a_printed_command_can_be_pasted_whatever_the_folder_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "mein läuf" / "a b"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump(load("quickstart", [f"run.dir={run}"])))
+    assert f"`slipstream resume '{run}'`" in refused(capsys, "train", "quickstart", f"run.dir={run}")
+    assert f"`slipstream resume '{run}' 'run.trackers=[a, b]'`" in refused(
+        capsys, "set", str(run), "run.trackers=[a, b]"
+    )
+    advice = " ".join(rule.advice for rule in alert_rules(load("quickstart", [f"run.dir={run}"])))
+    assert f"`slipstream explain '{run}'`" in advice
 
 
 def test_train_resumes_where_there_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

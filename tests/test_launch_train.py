@@ -89,7 +89,7 @@ def test_kills_of_worker_engine_buffer_and_learner(policy: Path, tmp_path: Path)
 
 
 def test_interrupted_then_resumed(policy: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run = tmp_path / "a run"
     with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, ENDLESS) as going:
         going.until_step(3)
         began = time.monotonic()
@@ -97,7 +97,7 @@ def test_interrupted_then_resumed(policy: Path, tmp_path: Path) -> None:
         output = going.output()
         assert going.process.returncode == 130, output
         assert time.monotonic() - began < 90  # where nothing else computes it takes a few
-    assert f"slipstream resume {run}" in output
+    assert f"`slipstream resume '{run}'`" in output
     assert leftovers(run) == []
     reached = max(row["step"] for row in metrics(run))
     assert (run / "checkpoints" / f"step-{reached:08d}").is_dir()

@@ -136,16 +136,17 @@ def test_a_profile_holds_numbers_only_and_comes_back_as_it_was(recorded: Path, t
 
 
 def test_a_run_that_goes_on_has_a_profile_and_one_that_has_just_begun_is_refused(tmp_path: Path) -> None:
-    RecordedRun(TRUTH, tmp_path / "run").record(8)
+    run = tmp_path / "a run"
+    RecordedRun(TRUTH, run).record(8)
     with pytest.raises(
         ConfigError,
-        match=r"the run has 8 steps; a profile needs 9; where it has ended, `slipstream resume \S+` continues it",
+        match=r"the run has 8 steps; a profile needs 9; where it has ended, `slipstream resume '\S+ run'` continues it",
     ):
-        profile_of(tmp_path / "run")
-    config = tmp_path / "run" / "config.yaml"
+        profile_of(run)
+    config = run / "config.yaml"
     config.write_text(dump(changed(load(str(config)), ["learner.steps=8"])))
-    with pytest.raises(ConfigError, match=r"`slipstream resume \S+ learner.steps=9` continues it"):
-        profile_of(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"`slipstream resume '\S+ run' learner.steps=9` continues it"):
+        profile_of(run)
     with pytest.raises(ConfigError, match="holds no run"):
         profile_of(tmp_path)
     RecordedRun(TRUTH, tmp_path / "longer").record(9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,7 +125,7 @@ async def _wait_for_fleet(
     seconds = config.rollout.engine.start_s + config.push_s + config.learner.batch_s
     async with StateSubscriber(control.fleet, Fleet(), control.pair) as subscriber:
         settling = subscriber.until(lambda fleet: fleet.revision > 0 and (not fleet.replicas or settled(fleet)))
-        hint = f"it may still happen; see `slipstream replicas {run_dir} list` and {run_dir / 'logs'}"
+        hint = f"it may still happen; see `slipstream replicas {shlex.quote(str(run_dir))} list` and {run_dir / 'logs'}"
         work = run_unless_exited(settling, control.pid)
         with contextlib.suppress(Stopped):
             fleet = await with_deadline(seconds, work, who="slipstream replicas", waits_for=waits_for, hint=hint)

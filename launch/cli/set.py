@@ -35,7 +35,7 @@ def register(commands: CommandTable) -> None:
 
 def change_settings(options: argparse.Namespace) -> int:
     run_dir = Path(options.run).resolve()
-    control = read_control_address(run_dir, " ".join(options.overrides))
+    control = read_control_address(run_dir, options.overrides)
     if not options.overrides:
         listing = asyncio.run(send_command(control, GetSettings(), SettingsListing, who=WHO))
         _show(listing, as_json=options.json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -148,7 +149,8 @@ def _job(options: argparse.Namespace, kind: str, config: Config) -> Job:
     run_dir = Path(config.run.dir)
     if not is_folder(options.config) and run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(
-            f"run.dir: {run_dir} is not empty; resume it with `slipstream submit {kind} {run_dir}`, or name a new folder"
+            f"run.dir: {run_dir} is not empty; resume it with `slipstream submit {kind} {shlex.quote(str(run_dir))}`, "
+            "or name a new folder"
         )
     gpus, memory = options.gpus_per_node, options.memory
     if gpus < 0:

@@ -7,6 +7,7 @@ import argparse
 import functools
 import math
 import os
+import shlex
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -171,8 +172,8 @@ def show(result: TuneResult, console: Console) -> None:
         gain = 100 * (chosen.measured.tokens_per_s / own.measured.tokens_per_s - 1)
         age = chosen.measured.staleness - own.measured.staleness
         console.print(f"Chosen: {gain:+.0f} % trained tok/s, staleness {age:+.2f}:")
-    words = " ".join(result.overrides)
-    console.print(f"  slipstream train {result.config} {words}".rstrip(), soft_wrap=True, markup=False)
+    command = shlex.join(["slipstream", "train", result.config, *result.overrides])
+    console.print(f"  {command}", soft_wrap=True, markup=False)
     console.print(
         f"{len(probed)} combinations measured in {duration(result.seconds)}; {result.folder} has tune.json, tune.png, "
         "profile.json and the folders of the runs, without their weights",

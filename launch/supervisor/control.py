@@ -15,6 +15,7 @@ import asyncio
 import functools
 import logging
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,10 +252,10 @@ async def _add(pool: RolePool, what: str, count: int) -> list[str]:
     return await pool.add(count)
 
 
-def read_control_address(run_dir: Path, override: str = "") -> ControlAddress:
+def read_control_address(run_dir: Path, overrides: Sequence[str] = ()) -> ControlAddress:
     """How to reach the supervisor of the run in `run_dir`. Raises ConfigError where there is no run, or it does not run now; then
-    `override`, such as `learner.steps=200`, is part of the command that continues it."""
-    resume = f"slipstream resume {run_dir} {override}".rstrip()
+    `overrides`, such as `learner.steps=200`, are part of the command that continues it."""
+    resume = shlex.join(["slipstream", "resume", str(run_dir), *overrides])
     locked = is_locked(run_dir)
     if not locked:
         run_config(run_dir)

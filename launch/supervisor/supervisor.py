@@ -32,6 +32,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -106,7 +107,7 @@ class Supervisor:
     async def train(self, metrics: MetricsServer | None = None) -> None:
         """`metrics` listens already, and serves the run's until the end."""
         self._metrics = metrics
-        resume = f"continue with `slipstream resume {self.config.run.dir}`"
+        resume = f"continue with `slipstream resume {shlex.quote(self.config.run.dir)}`"
         self._exit_message = f"interrupted; {resume}"
         usage = ServerUsage(self._processes, {name.partition("-")[0] for name, number in self.gpus.items() if number})
         with TimelineWriter(self.run_dir if self.recorded else None, "supervisor", usage.gauges):
