@@ -5,11 +5,12 @@
 
 The proximal policy of all steps of a batch is the policy at its start. With one step per batch, the step's own forward pass gives
 the proximal log-probs, unless the loss chooses tokens or compares episodes before the step. Each epoch takes the same steps on the
-same minibatches, and what the first one saw of single tokens is recorded.
+same minibatches; annotations have what the first one saw of single tokens, the largest ratios are those of all.
 
 Invariants of the largest importance ratios, which are exact over all ranks:
 - The loss and the step are the same with and without them; ratios stay on the device until `LargestRatios.finish`.
-- Each rank keeps one token in a thousand of the whole batch, so that the kept ones of all ranks together contain the largest.
+- Each rank keeps one in a thousand of the tokens of all ranks and epochs, so that the kept ones of all ranks together contain the
+  largest.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class PolicyStepper:
         rows = [[to_microbatch(batch.select(row)) for row in step_rows] for step_rows in plan]
         budget = config.backend.tokens_per_microbatch
         probe = self._scored(fresh_microbatches(fresh, state.version, budget, batch.image_files))
-        ratios = LargestRatios(int(batch.trained_samples.sum()))
+        ratios = LargestRatios(int(batch.trained_samples.sum()) * config.algorithm.epochs)
 
         def listened(loss: PolicyLoss) -> PolicyLoss:
             return annotate(ratios.of(loss))
@@ -103,7 +104,7 @@ class PolicyStepper:
             losses = [self._loss(part, backend.gather) for part in rows]
             results = [backend.step(part, listened(loss), lr) for part, loss in zip(rows, losses, strict=True)]
             for _ in range(1, config.algorithm.epochs):
-                results += [backend.step(part, loss, lr) for part, loss in zip(rows, losses, strict=True)]
+                results += [backend.step(part, ratios.of(loss), lr) for part, loss in zip(rows, losses, strict=True)]
         gap, _ = mismatch([*probe, *seen])
         ratio_p999, ratio_max = ratios.finish(backend)
         return PolicyStepResult(
@@ -148,8 +149,8 @@ class PolicyStepper:
 
 
 class LargestRatios:
-    """The largest importance ratios of a batch of `tokens` trained tokens that the policy sampled, all ranks together, in the
-    optimizer steps whose losses `of` listens to."""
+    """The largest importance ratios in the optimizer steps whose losses `of` listens to, of all ranks together. `tokens` are the
+    trained tokens that the policy sampled, each as often as a step is taken on it."""
 
     def __init__(self, tokens: int) -> None:
         self._count = max(1, math.ceil(SHARE * tokens))

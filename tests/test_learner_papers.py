@@ -37,6 +37,7 @@ from slipstream.configs.schema import Learner, Model, Optimizer
 from slipstream.learner.algorithms import advantage_of, loss_of
 from slipstream.learner.algorithms.divergence import KL_COEFFICIENT, next_coefficient
 from slipstream.learner.aux_models.critic import value_loss
+from slipstream.learner.backend import listening
 from slipstream.learner.batch import TrainBatch, make_batch
 from slipstream.learner.checkpoint_folder import CheckpointState, read_state
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
@@ -199,7 +200,8 @@ def pair(folders: list[Path]) -> Iterator[list[Fsdp2Backend]]:
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_epochs_take_the_same_steps_again_around_the_same_proximal_policy(pair, minibatches):
+def test_epochs_take_the_same_steps_again_around_the_same_proximal_policy(pair, minibatches, monkeypatch):
+    monkeypatch.setattr("slipstream.learner.step.SHARE", 0.1)  # these are fewer than a thousand tokens
     ours, plain = pair
     config = Learner(optimizer=Optimizer(lr=1e-3), algorithm=Algorithm(minibatches=minibatches, epochs=3))
     batch = sequences(ours)
@@ -212,9 +214,15 @@ def test_epochs_take_the_same_steps_again_around_the_same_proximal_policy(pair, 
     assert len(annotated) == minibatches  # single tokens are recorded once
     rows = [[to_microbatch(batch.select(row)) for row in step] for step in stepper.plan(batch)]
     rows = [[with_proximal(r, p) for r, p in zip(part, plain.logprobs(part), strict=True)] for part in rows]
+    seen = list[float]()
     for _ in range(3):
         for part in rows:
-            plain.step(part, loss_of(config.algorithm, LONGEST)(part, plain.gather), 1e-3)
+            loss = loss_of(config.algorithm, LONGEST)(part, plain.gather)
+            plain.step(part, listening(loss, lambda tokens, _: seen.extend(tokens.log_ratio.tolist())), 1e-3)
+    ratios = np.exp(sorted(seen, reverse=True))
+    assert len(ratios) == 3 * batch.loss_mask.sum()
+    assert done.ratio_max == pytest.approx(ratios[0], rel=1e-4)
+    assert done.ratio_p999 == pytest.approx(ratios[math.ceil(0.1 * len(ratios)) - 1], rel=1e-4)
     expected = dict(plain.named_weights())
     for name, tensor in ours.named_weights():
         assert torch.allclose(tensor, expected[name], atol=1e-6, rtol=0), name
