@@ -281,6 +281,8 @@ def _preference(config: Config) -> Iterator[str]:
     if isinstance(algorithm.kl, Distillation | KlInReward):
         kind = algorithm.kl.__struct_config__.tag
         yield f"{key}.kl.kind={kind} with {loss}, which reads neither advantages nor rewards; allowed are none and loss"
+    if algorithm.overlong:
+        yield f"{key}.overlong={algorithm.overlong} with {loss}, which compares what episodes earned, without shaping; allowed is 0"
     for name, count in (("minibatches", algorithm.minibatches), ("epochs", algorithm.epochs)):
         if count > 1:
             yield f"{key}.{name}={count} with {loss}: margins are those before the batch's step; allowed is 1"

@@ -475,6 +475,7 @@ def test_a_missing_file_names_the_presets():
         ),
         (["dpo", "learner.algorithm.minibatches=2"], ["learner.algorithm.minibatches=2 with", "allowed is 1"]),
         (["dpo", "learner.algorithm.epochs=2"], ["learner.algorithm.epochs=2 with"]),
+        (["dpo", "learner.algorithm.overlong=8"], ["overlong=8 with learner.algorithm.loss.kind=dpo", "allowed is 0"]),
         (["dpo", "learner.algorithm.aggregation=token_mean"], ["aggregation=token_mean", "auto and sequence_sum"]),
         (["dpo", "learner.algorithm.correction.kind=masked"], ["correction.kind=masked", "auto and none"]),
         (
