@@ -217,6 +217,8 @@ def _teacher(config: Config) -> Iterator[str]:
         )
     if isinstance(algorithm.advantage, NoAdvantage) and isinstance(kl, KlInReward):
         yield f"{key}.kl.kind=reward with {key}.advantage.kind=none, which reads no reward; allowed are none, loss and distillation"
+    if algorithm.overlong and isinstance(algorithm.advantage, NoAdvantage) and not isinstance(algorithm.loss, Dpo):
+        yield f"{key}.overlong={algorithm.overlong} with {key}.advantage.kind=none, which reads no reward; allowed is 0"
     if not isinstance(kl, Distillation):
         return
     if not all(kl.references.values()):

@@ -466,6 +466,14 @@ def test_a_missing_file_names_the_presets():
             ["kl.kind=reward with learner.algorithm.advantage.kind=none", "none, loss and distillation"],
         ),
         (
+            [
+                "learner.algorithm.advantage.kind=none",
+                "learner.algorithm.kl={kind: distillation, reference: m}",
+                "learner.algorithm.overlong=8",
+            ],
+            ["overlong=8 with learner.algorithm.advantage.kind=none", "reads no reward; allowed is 0"],
+        ),
+        (
             ["learner.algorithm.loss.kind=dpo", "buffer.filter=best_worst"],
             ["advantage.kind=grpo with", "allowed is none"],
         ),
