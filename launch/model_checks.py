@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from ..configs import Config
-from ..configs.algorithm import named_references, top_of
+from ..configs.algorithm import PythonFunction, named_references, top_of
 from ..configs.backends import REPLAY, Megatron
 from ..configs.checks import COMMAND
 from ..configs.engines import ENGINE_OPTIONS, SPLIT
@@ -69,7 +69,10 @@ def learner(inputs: RunInputs) -> str:
                 liger.check(choose_device(chosen.device), model)
     if REPLAY in chosen.options:
         check_experts_fit(config, read_routers(config.model.path))
-    own.check(config.learner.algorithm)
+    algorithm = config.learner.algorithm
+    own.check(
+        algorithm, [part.name for part in inputs.train] if isinstance(algorithm.advantage, PythonFunction) else []
+    )
     placed = [f", ranks of {kind}: {ranks}" for kind, ranks in config.learner.aux_models.items() if ranks]
     return f"{chosen.__struct_config__.tag}, ranks: {chosen.ranks}{''.join(placed)}"
 

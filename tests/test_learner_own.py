@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from slipstream.configs import load
-from slipstream.configs.algorithm import Algorithm, Grpo, PythonFunction, Sapo
+from slipstream.configs.algorithm import Algorithm, Grpo, KlInLoss, KlInReward, PythonFunction, Sapo
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.algorithms import advantage_of, loss_of, own
 from slipstream.learner.checkpoint_folder import checkpoints, read_state
+from slipstream.learner.packing import scoring_microbatch
 from slipstream.tests.columns import episodes_only
 from slipstream.tests.test_learner_hostile import Replica
 from slipstream.tests.test_learner_losses import make_row, make_sequences, one_rank
@@ -110,6 +111,40 @@ def test_an_advantage_that_is_none_is_refused_before_the_start(mine, function, e
 def test_a_loss_that_is_none_is_refused_before_the_start(mine, function, expected):
     with pytest.raises(ConfigError, match=f"^learner.algorithm.loss.function: mine:function.*{expected}"):
         own.check(loss(function))
+
+
+def test_what_a_run_gives_is_there_before_the_start(mine):
+    """Penalties, log-probs of a reference, names of environments, and what one's own advantage wrote for one's own loss."""
+    weights = {"sums": 1.0, "digits": 2.0}
+
+    def costs(batch, carried):
+        carried["limit"] = 0.5
+        assert (batch.penalties[batch.sampled] != 0).all()
+        assert not batch.penalties[~batch.sampled].any()
+        each = np.bincount(batch.episode_of_token, batch.penalties + batch.reference_logprobs)
+        return batch.rewards - each * np.array([weights[name] for name in batch.envs])
+
+    algorithm = msgspec.structs.replace(advantage(costs), kl=KlInReward())
+    own.check(algorithm, ["sums", "digits"])
+    mine.loss = lambda tokens: -(tokens.current - tokens.reference) * tokens.advantages * tokens.carried["limit"]
+    own.check(msgspec.structs.replace(algorithm, loss=PythonFunction(function="mine:loss")), ["sums", "digits"])
+
+
+def test_what_a_run_does_not_give_is_not_there_before_the_start(mine):
+    algorithm = loss(lambda tokens: -(tokens.current - tokens.reference) * tokens.advantages)
+    with pytest.raises(ConfigError, match=r"^learner.algorithm.loss.function: mine:function: TypeError"):
+        own.check(algorithm)
+    own.check(msgspec.structs.replace(algorithm, kl=KlInLoss()))
+    with pytest.raises(ConfigError, match=r"^learner.algorithm.advantage.function: mine:function: AttributeError"):
+        own.check(advantage(lambda batch, carried: batch.rewards - batch.penalties.sum()))
+
+
+def test_a_row_that_only_pads_the_number_of_passes_is_no_row_of_ones_own_loss(mine):
+    algorithm = loss(lambda tokens: -(tokens.current - tokens.reference) * tokens.carried["limit"])
+    padding, current = scoring_microbatch([[0]]), torch.zeros(1, requires_grad=True)
+    output = loss_of(algorithm, 50)([padding], one_rank)(current, torch.zeros(1), padding)
+    output.loss_sum.backward()
+    assert (output.loss_sum.item(), current.grad) == (0.0, torch.zeros(1))
 
 
 def test_what_goes_wrong_later_is_named(mine):
