@@ -204,6 +204,9 @@ def summarize(
     groups: Sequence[Group], trained: TrainBatch, withheld: Mapping[str, Withheld] = ALL_TRAINED
 ) -> BatchSummary:
     everything = sum(trajectory.sampled for group in groups for trajectory in group)
+    alike = sum(
+        map(_alike, groups, _traces(trained, groups))
+    )  # with the greedy episode, which the others are compared with
     groups = [tuple(t for t in group if withheld.get(t.episode) != "baseline") for group in groups]
     branches = [trajectory for group in groups for trajectory in group]
     members = {trajectory.episode: trajectory for trajectory in branches}
@@ -224,9 +227,7 @@ def summarize(
         mixed_tokens=int(trained.mixed.sum()),
         trace_tokens=int(trained.traced.sum()),
         groups=len(groups),
-        groups_alike=sum(
-            _alike(group, rewards) for group, rewards in zip(groups, _traces(trained, groups), strict=True)
-        ),
+        groups_alike=alike,
         episodes=len(members),
         truncated=sum(t.outcome.kind == "truncated" for t in members.values()) / episodes,
         episode_tokens_mean=sampled / episodes,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, Turn, VersionSpan
-from slipstream.configs.algorithm import Algorithm, Grpo
+from slipstream.configs.algorithm import Algorithm, Grpo, Remax
 from slipstream.errors import LearnerError
 from slipstream.learner import packing
 from slipstream.learner.metrics import summarize
@@ -143,10 +143,16 @@ def test_groups_without_a_difference_and_truncated_episodes_are_counted():
     assert summary.truncated == pytest.approx(2 / 5)
 
 
-def test_the_greedy_member_is_no_difference():
-    group = (trajectory(0, 9.0, [-1, 5]), trajectory(1, 1.0, [-1, 5]), trajectory(2, 1.0, [-1, 5]))
+@pytest.mark.parametrize(
+    ("rewards", "alike"), [([0.0, 1.0, 1.0], 0), ([1.0, 1.0, 1.0], 1), ([1.0, 1.0], 1), ([0.0, 1.0], 0)]
+)
+def test_the_greedy_member_is_one_that_the_others_are_compared_with(rewards, alike):
+    group = tuple(trajectory(member, reward, [-1, 5]) for member, reward in enumerate(rewards))
     withheld = {"0.0.0": "baseline"}
-    assert summarize([group], to_train_batch([group], PLAIN, 5, 5, withheld), withheld).groups_alike == 1
+    trained = to_train_batch([group], Algorithm(advantage=Remax()), 5, 5, withheld)
+    summary = summarize([group], trained, withheld)
+    assert (summary.groups_alike, summary.episodes) == (alike, len(rewards) - 1)
+    assert trained.advantages[trained.loss_mask].any() == (not alike)
 
 
 def test_an_empty_batch_has_a_summary():
