@@ -157,9 +157,11 @@ def _correction(config: Config) -> Iterator[str]:
             f"{key}.bounds={_list(correction.bounds)} leave no loss to tokens of the learner's own policy, whose weight is 1; "
             "allowed are a low below 1 and a high above 1"
         )
-    if isinstance(correction, Truncated) and correction.bounds[0] > correction.bounds[1]:
-        yield f"{key}.bounds={_list(correction.bounds)}: the first is the lower one; allowed is a high of at least the low"
-    if isinstance(correction, Rejected) and correction.weights and isinstance(loss, SELF_CORRECTING):
+    weights = correction.weights if isinstance(correction, Rejected) else None
+    for name, weighed in ((key, correction), (f"{key}.weights", weights)):
+        if isinstance(weighed, Truncated) and weighed.bounds[0] > weighed.bounds[1]:
+            yield f"{name}.bounds={_list(weighed.bounds)}: the first is the lower one; allowed is a high of at least the low"
+    if weights and isinstance(loss, SELF_CORRECTING):
         yield (
             f"{key}.weights would weigh tokens twice: the ratio of learner.algorithm.loss.kind={kind} is to the policy that "
             "sampled and holds the weight; allowed with it is null"

@@ -396,6 +396,10 @@ def test_a_missing_file_names_the_presets():
             ["learner.algorithm.correction.bounds=[1.5, 1.2]", "low below 1 and a high above 1"],
         ),
         (["learner.algorithm.correction={kind: rejected, bounds: [0.5, 1]}"], ["correction.bounds=[0.5, 1] "]),
+        (
+            ["learner.algorithm.correction={kind: rejected, weights: {kind: truncated, bounds: [3, 2]}}"],
+            ["learner.algorithm.correction.weights.bounds=[3, 2]: the first is the lower one"],
+        ),
         (["buffer.keep=64MB"], ["buffer.keep", "64MB", "MiB"]),
         (["rollout.engine.memory=1.5"], ["rollout.engine.memory", "1.5", "0.85"]),
         (["rollout.engine.memory=lots"], ["rollout.engine.memory", "lots"]),
