@@ -204,9 +204,8 @@ def summarize(
     groups: Sequence[Group], trained: TrainBatch, withheld: Mapping[str, Withheld] = ALL_TRAINED
 ) -> BatchSummary:
     everything = sum(trajectory.sampled for group in groups for trajectory in group)
-    alike = sum(
-        map(_alike, groups, _traces(trained, groups))
-    )  # with the greedy episode, which the others are compared with
+    # With the greedy episode: the others are compared with it.
+    alike = sum(map(_alike, groups, _traces(trained, groups)))
     groups = [tuple(t for t in group if withheld.get(t.episode) != "baseline") for group in groups]
     branches = [trajectory for group in groups for trajectory in group]
     members = {trajectory.episode: trajectory for trajectory in branches}
