@@ -26,7 +26,7 @@ from ..common.fsio import apply_umask, replace_directory
 from ..common.image_processor import ImageProcessor
 from ..errors import CheckpointError, LearnerError
 from ..weightsync.transports import write_safetensors
-from .checkpoint_folder import STATE_FILE, CheckpointState
+from .checkpoint_folder import STATE_FILE, CheckpointState, way_past
 from .distributed import is_peer_failure
 from .model import has_images, load_tokenizer
 
@@ -78,7 +78,7 @@ class Saver:
 def unreadable(directory: Path, error: BaseException) -> LearnerError:
     """The error for a checkpoint that could not be read: final, unless the cause is a disk or rank that may recover."""
     causes = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    message = f"checkpoint {directory} cannot be loaded: {_reason(error)}; resume from another"
+    message = f"checkpoint {directory} cannot be loaded: {_reason(error)}; {way_past(directory)}"
     if any(isinstance(cause, OSError) or is_peer_failure(cause) for cause in causes):
         return LearnerError(message, final=False)
     return CheckpointError(message)

@@ -47,5 +47,13 @@ def prune(root: Path, keep: int, retained: Callable[[Collection[int]], Collectio
         shutil.rmtree(path)
 
 
+def way_past(directory: Path) -> str:
+    """What a user can do about the checkpoint in `directory`, which cannot be used."""
+    before = [path.name for path in checkpoints(directory.parent) if path.name < directory.name]
+    if not before:
+        return "there is none before it to resume from: begin a new run"
+    return f"move it out of {directory.parent}, or remove it, to resume from the one before, {before[-1]}"
+
+
 def read_state(directory: Path) -> CheckpointState:
     return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=CheckpointState)

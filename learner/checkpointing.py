@@ -19,7 +19,7 @@ from ..configs.schema import Learner
 from ..errors import CheckpointError, ConfigError, DeadlineExceeded, with_deadline
 from .aux_models.aux_models import AuxModels
 from .backend import Backend
-from .checkpoint_folder import CheckpointState, checkpoints, path_of, prune, read_state, step_of
+from .checkpoint_folder import CheckpointState, checkpoints, path_of, prune, read_state, step_of, way_past
 from .model import MODEL_KEY
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Checkpointer:
         if not score_canary().isfinite().all():
             problem = "gives log-probs that are not finite: its weights are damaged"
             if complete:
-                raise CheckpointError(f"checkpoint {complete[-1]} {problem}; resume from another")
+                raise CheckpointError(f"checkpoint {complete[-1]} {problem}; {way_past(complete[-1])}")
             raise ConfigError(f"{MODEL_KEY}: the model there {problem}; name another")
         version = await self._buffer.recover(state.version) if self._backend.rank == 0 else 0
         version = int(self._backend.maximum(version))

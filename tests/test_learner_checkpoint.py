@@ -136,5 +136,15 @@ def be_killed(kind: str, model: str, root: Path, moment: str) -> None:
     backend.save(path_of(root, 2), CheckpointState(step=2, version=12)).result(DEADLINE_S)
 
 
+def test_a_checkpoint_that_is_damaged_names_the_way_past_it(tmp_path: Path) -> None:
+    for step in (2, 4, 10):
+        path_of(tmp_path, step).mkdir()
+        (path_of(tmp_path, step) / folders.STATE_FILE).write_text("{}")
+    error = str(folders.unreadable(path_of(tmp_path, 10), EOFError()))
+    assert "step-00000010 cannot be loaded: EOFError; " in error
+    assert f"move it out of {tmp_path}, or remove it, to resume from the one before, step-00000004" in error
+    assert "none before it" in str(folders.unreadable(path_of(tmp_path, 2), EOFError()))
+
+
 if __name__ == "__main__":
     be_killed(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])
