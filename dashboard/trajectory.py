@@ -167,7 +167,7 @@ class TrajectoryReader:
             return self._decode_rows(db, db.all(query, at, PAGE))
 
     def arrays(self, one: StoredTrajectory) -> bytes | None:
-        """Token ids, log-probs and loss mask as an `EncodedTrajectory` has them; None where they were dropped to free space."""
+        """Token ids, log-probs and loss mask as an `EncodedTrajectory` has them; None where they are not there, see `why_none`."""
         size = TOKEN_BYTES * len(one.header)
         data = self._read_arrays(one, 0, size)
         return data if len(data) == size else None
@@ -282,11 +282,18 @@ class TrajectoryReader:
         assert offset + size <= TOKEN_BYTES * len(one.header)
         data = self._read_arrays(one, offset, size)
         if len(data) < size:
-            raise StoreError(f"the tokens of trajectory {one.header.id} were dropped to free space (`buffer.keep`)")
+            raise StoreError(f"the tokens of trajectory {one.header.id} {self.why_none(one)}")
         return data
 
+    def why_none(self, one: StoredTrajectory) -> str:
+        """Of tokens that are not there."""
+        if one.position is None:
+            return "were dropped to free space (`buffer.keep`)"
+        path = shard_path(self._store.path, one.header.group_id)
+        return f"are missing or damaged in {path if one.failed else segments_path(path)}"
+
     def _read_arrays(self, one: StoredTrajectory, offset: int, size: int) -> bytes:
-        """Fewer bytes, or none, where they were dropped to free space."""
+        """Fewer bytes, or none, where they were dropped to free space, or lost."""
         if one.failed:
             with self._store.open() as db:
                 row = db.one("SELECT substr(arrays, ?, ?) FROM failed WHERE id = ?", offset + 1, size, one.header.id)

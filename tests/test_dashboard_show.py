@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import unicodedata
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -112,6 +113,22 @@ def test_of_branches_it_says_what_all_sampled_and_how_long_the_longest_is(
     assert len(whole) > len(cut)
     sampled = whole.sampled + cut.sampled
     assert f"\n{sampled} tokens sampled in 2 branches, the longest has {len(whole)} with those given; trained" in text
+
+
+def test_tokens_whose_file_is_lost_are_not_said_to_be_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = DashboardRun(tmp_path / "run")
+    run.record(1)
+    run.close()
+    for path in (arrays := run.folder / "buffer.arrays").iterdir():
+        path.unlink()
+    text = shown(capsys, run.folder)
+    assert f"its tokens are missing or damaged in {arrays}" in text
+    assert "dropped" not in text
+    with closing(sqlite3.connect(run.folder / "buffer.sqlite")) as db, db:
+        db.execute("UPDATE trajectories SET arrays = NULL")
+    assert "its tokens were dropped to free space (`buffer.keep`)" in shown(capsys, run.folder)
 
 
 @pytest.mark.parametrize("options", [(), ("--tokens",)], ids=["messages", "tokens"])

@@ -106,7 +106,7 @@ class _Page:
                 self._console.print()
                 self.line(f"-- branch {branch.header.branch} of {len(episode.branches)}", "bold")
             if branch.position is None or self._reader.arrays(branch) is None:
-                self.line("its tokens were dropped to free space (`buffer.keep`)")
+                self.line(f"its tokens {self._reader.why_none(branch)}")
             elif self._tokens:
                 self._print_tokens(branch)
             else:
