@@ -34,6 +34,7 @@ from slipstream.launch.supervisor.control import (
 from slipstream.launch.supervisor.processes import ProcessManager, RoleProcess
 from slipstream.launch.supervisor.settings import SettingsManager
 from slipstream.launch.supervisor.workers import WorkerManager
+from slipstream.learner.checkpoint_folder import STATE_FILE, CheckpointState, path_of
 from slipstream.monitor.settings import (
     SETTINGS,
     SettingChange,
@@ -251,6 +252,23 @@ async def test_a_config_that_is_not_written_in_time_keeps_nobody_from_a_change(
         assert disk.hung.wait(SOON)
         assert len(read_changes(tmp_path / SETTINGS)) == 1
         disk.well.set()
+
+
+async def test_after_the_last_batch_nothing_is_changed(tmp_path: Path, address: str) -> None:
+    async with stage(tmp_path, address) as there:
+        steps = there.context.config.learner.steps
+        last = path_of(tmp_path / "checkpoints", steps)
+        last.mkdir(parents=True)
+        (last / STATE_FILE).write_bytes(msgspec.json.encode(CheckpointState(step=steps, version=0)))
+        with pytest.raises(
+            ConfigError, match=f"no step is left to use it: the last one, {steps}, .* nothing was changed"
+        ):
+            await there.set("buffer.max_staleness=0", "learner.optimizer.lr=0.25")
+        assert (await there.listed())["buffer.max_staleness"] == 2
+        assert read_changes(tmp_path / SETTINGS) == []
+        (last / STATE_FILE).write_bytes(msgspec.json.encode(CheckpointState(step=steps - 1, version=0)))
+        assert [one.step for one in await there.set("buffer.max_staleness=0")] == [steps]
+        assert there.service._replay.admission.max_staleness == 0
 
 
 async def test_all_workers_have_room_for_a_group_also_those_that_are_added(tmp_path: Path) -> None:

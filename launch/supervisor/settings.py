@@ -68,8 +68,9 @@ class SettingsManager:
         return [LiveSetting(k.key, k.value(config), k.applied_by, k.takes_effect) for k in LIVE.values()]
 
     async def change(self, overrides: Sequence[str]) -> tuple[SettingChange, ...]:
-        """Apply overrides of live keys; those that changed something. Raises ConfigError where one is not allowed or the changes
-        cannot be written, DeadlineExceeded where the buffer or the disk does not answer: then nothing has changed."""
+        """Apply overrides of live keys; those that changed something. Raises ConfigError where one is not allowed, no step is
+        left to use them, or the changes cannot be written, DeadlineExceeded where the buffer or the disk does not answer: then
+        nothing has changed."""
         async with self._changing:
             return await self._change(overrides)
 
@@ -83,6 +84,10 @@ class SettingsManager:
         try:
             version = await self._configure_buffer()
             now, step = time.time(), self._step_of(version)
+            if step > (steps := after.learner.steps):
+                raise ConfigError(
+                    f"no step is left to use it: the last one, {steps}, has its batch; nothing was changed"
+                )
             changes = tuple(SettingChange(now, step, version, one.key, one.old, one.new) for one in different)
             await self._record(changes)
         except (SlipstreamError, OSError) as error:
