@@ -248,7 +248,8 @@ class TrainingLoop:
         batch, aux_result = stepped
         with self._in_phase("commit", state.version):
             await self._give_up(taken, "critic_warmup")
-            self.state = state = msgspec.structs.replace(state, step=state.step + 1)
+            carried = self._trainer.carried(batch, None)
+            self.state = state = msgspec.structs.replace(state, step=state.step + 1, algorithm=carried)
             await self._note_step(batch)
         with self._in_phase("publish", state.version):
             push = await self._updates.no_push(state.version)

@@ -116,15 +116,18 @@ class PolicyStepper:
             ratio_max=ratio_max,
         )
 
-    def carried(self, batch: TrainBatch, done: PolicyStepResult) -> dict[str, float]:
-        """The numbers that the algorithm carries on after the step on `batch`; on all ranks the same."""
+    def carried(self, batch: TrainBatch, done: PolicyStepResult | None) -> dict[str, float]:
+        """The numbers that the algorithm carries on after the step on `batch`; on all ranks the same. `done` is None where only the
+        critic stepped."""
         kl = self._config.algorithm.kl
         if not isinstance(kl, Kl) or not isinstance(kl.coefficient, dict):
             return batch.carried
-        sampled = batch.trained_samples
-        by_episode = int(sampled.sum()) / max(1, len(np.unique(batch.episode_of_token[sampled])))
-        changed = next_coefficient(kl, coefficient_of(kl, batch.carried), done.means["kl_reference"] * by_episode)
-        return {**batch.carried, KL_COEFFICIENT: changed}
+        coefficient = coefficient_of(kl, batch.carried)
+        if done is not None:
+            sampled = batch.trained_samples
+            by_episode = int(sampled.sum()) / max(1, len(np.unique(batch.episode_of_token[sampled])))
+            coefficient = next_coefficient(kl, coefficient, done.means["kl_reference"] * by_episode)
+        return {**batch.carried, KL_COEFFICIENT: coefficient}
 
     def _scored(self, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Collective. `rows` with the proximal log-probs that the policy gives now."""

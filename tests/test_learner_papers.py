@@ -27,6 +27,7 @@ from slipstream.configs.algorithm import (
     KlInReward,
     Masked,
     Ppo,
+    Prime,
     ReinforcePP,
     ReinforcePPBaseline,
     Sapo,
@@ -257,6 +258,16 @@ def test_value_clipping_is_that_of_the_authors_code(clip):
 # ---------------------------------------------------------------- an adaptive coefficient
 
 
+@pytest.mark.parametrize("algorithm", [Algorithm(advantage=Prime()), Algorithm(kl=KlInReward())])
+def test_the_divergence_is_reported_wherever_there_is_a_reference(algorithm):
+    row, current, entropy = make_row(make_sequences(1))
+    row = msgspec.structs.replace(row, reference_logprobs=row.proximal_logprobs - 0.3)
+    sums = loss_of(algorithm, LONGEST)([row], one_rank)(current, entropy, row).sums
+    log_r = (row.reference_logprobs - current)[row.loss_mask].double()
+    assert sums["kl_reference"].item() == pytest.approx((log_r.exp() - 1 - log_r).sum().item(), rel=1e-5)
+    assert "kl_reference" not in loss_of(Algorithm(), LONGEST)([row], one_rank)(current, entropy, row).sums
+
+
 def test_the_coefficient_follows_ziegler():
     kl = KlInReward(coefficient={"start": 0.2, "target": 6.0})
     for divergence, error in ((6.0, 0.0), (6.6, 0.1), (100.0, 0.2), (5.4, -0.1), (0.0, -0.2)):
@@ -271,6 +282,7 @@ def test_an_adaptive_coefficient_grows_while_the_policy_is_too_far_and_is_what_t
     batch = sequences(backend)
     batch = msgspec.structs.replace(batch, reference_logprobs=batch.behavior_logprobs - 0.5 * batch.loss_mask)
     stepper = PolicyStepper(config, backend, LONGEST)
+    assert stepper.carried(batch, None) == {KL_COEFFICIENT: 0.5}  # only the critic stepped
     state, losses = CheckpointState(0, 0), []
     for _ in range(3):
         batch = msgspec.structs.replace(batch, carried=state.algorithm)

@@ -41,7 +41,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch
 
-from ...configs.algorithm import Algorithm, Distillation, KlInLoss, Mean, NoKl
+from ...configs.algorithm import Algorithm, Distillation, KlInLoss, Mean, needs_reference
 from ...errors import LearnerError
 from ..backend import BatchLoss, Gather, LossOutput, PolicyLoss, TokenOutputs
 from ..packing import MicroBatch
@@ -218,7 +218,7 @@ def batch_loss(
                 loss_sum = loss_sum - factor * tokens.current[tokens.positive].sum()
             clipped = outcome.clipped & kept
             sums = _report(tokens, clipped, kept, totals.stalest)
-            if not isinstance(kl, NoKl) or pair is not None:
+            if needs_reference(config):
                 with torch.no_grad():
                     divergence = kl_estimate("k3", tokens.current, _reference(tokens))
                     sums["kl_reference"] = divergence.masked_fill(tokens.traced, 0.0).sum()
