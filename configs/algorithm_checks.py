@@ -10,7 +10,6 @@ from .algorithm import (
     GROUPLESS,
     REFILLABLE,
     SELF_CORRECTING,
-    Algorithm,
     AutoCorrection,
     ClipCov,
     Distillation,
@@ -70,14 +69,20 @@ def group_problems(config: Config) -> Iterator[str]:
         )
     if buffer.group_size == 1 and buffer.filter not in ("none", "untruncated"):
         yield f"buffer.filter={buffer.filter} with buffer.group_size=1: there is one to choose; allowed are none and untruncated"
-    if buffer.dynamic_sampling and not (
-        isinstance(algorithm.advantage, REFILLABLE) or _learns_from_pairs_only(algorithm)
-    ):
+    pairs = isinstance(algorithm.advantage, NoAdvantage) and isinstance(
+        algorithm.loss, Dpo
+    )  # equal rewards are no pair
+    if buffer.dynamic_sampling and not (isinstance(algorithm.advantage, REFILLABLE) or pairs):
         kinds = ", ".join(str(section.__struct_config__.tag) for section in REFILLABLE)
         yield (
             "buffer.dynamic_sampling=true would discard groups that teach: "
             f"learner.algorithm.advantage.kind={algorithm.advantage.__struct_config__.tag} learns from groups of equal rewards, "
-            f"too; allowed with it are {kinds}, and none with learner.algorithm.loss.kind=dpo and no terms.imitation"
+            f"too; allowed with it are {kinds}, and none with learner.algorithm.loss.kind=dpo"
+        )
+    if buffer.dynamic_sampling and (imitation := algorithm.terms["imitation"]):
+        yield (
+            f"buffer.dynamic_sampling=true would discard groups that teach: learner.algorithm.terms.imitation={imitation:g} learns "
+            "from groups that earned the same above 0, too; allowed with it is 0"
         )
     if buffer.dynamic_sampling and isinstance(algorithm.kl, Distillation):
         yield (
@@ -89,12 +94,6 @@ def group_problems(config: Config) -> Iterator[str]:
             f"learner.algorithm.overlong={algorithm.overlong} leaves no length unpunished: it is a part of agent.max_tokens="
             f"{config.agent.max_tokens}; allowed are 0 to {config.agent.max_tokens - 1}"
         )
-
-
-def _learns_from_pairs_only(algorithm: Algorithm) -> bool:
-    """Whether the loss is DPO's alone: a group of equal rewards has no pair."""
-    none = isinstance(algorithm.advantage, NoAdvantage) and not algorithm.terms["imitation"]
-    return none and isinstance(algorithm.loss, Dpo)
 
 
 def loss_problems(config: Config) -> Iterator[str]:

@@ -165,12 +165,14 @@ def test_advantages_that_learn_from_equal_rewards_are_refused_with_it() -> None:
         load("quickstart", ["buffer.dynamic_sampling=true", f"learner.algorithm.advantage.kind={kind}"])
 
 
-def test_dpo_goes_with_it_unless_another_term_learns_from_equal_rewards() -> None:
+def test_dpo_goes_with_it_and_no_imitation_does() -> None:
     assert load("dpo", ["buffer.dynamic_sampling=true"]).buffer.dynamic_sampling
     imitation = "learner.algorithm.terms.imitation=0.1"
-    with pytest.raises(
-        ConfigError, match=r"kind=none learns.*and none with learner.algorithm.loss.kind=dpo and no terms"
-    ):
-        load("dpo", ["buffer.dynamic_sampling=true", imitation])
+    for preset in ("dpo", "quickstart", "dapo"):
+        with pytest.raises(
+            ConfigError, match=r"groups that teach: learner.algorithm.terms.imitation=0.1 learns"
+        ) as caught:
+            load(preset, ["buffer.dynamic_sampling=true", imitation])
+        assert "kind=none learns" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"kind=none learns from groups of equal rewards"):
         load("quickstart", ["buffer.dynamic_sampling=true", imitation, "learner.algorithm.advantage.kind=none"])
