@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,11 +43,6 @@ def logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
     return [float(row[token]) for row, token in zip(rows, token_ids[1:], strict=True)]
 
 
-def check_names(model: torch.nn.Module, plan: TransferPlan) -> None:
-    if set(plan.names) != set(model.state_dict()):
-        raise WeightSyncError(f"the model has no {plan.names[0]}")
-
-
 class LocalReplica:
     """A replica whose ranks are `WeightStaging` objects of this process. `call_log` collects (name, what happened)."""
 
@@ -60,8 +56,12 @@ class LocalReplica:
         self.paused = False
         self.served: int | None = None
         self.load: Callable[[dict[str, torch.Tensor]], object] = self.model.load_state_dict
-        check = partial(check_names, self.model)  # no method: its groups are closed with the last reference to this
-        self.stagings = [WeightStaging(rank, CPU, check) for rank in range(ranks)]
+        own = weakref.proxy(self)  # its groups are closed with the last reference to this
+        self.stagings = [WeightStaging(rank, CPU, lambda plan: own._check(plan)) for rank in range(ranks)]
+
+    def _check(self, plan: TransferPlan) -> None:
+        if set(plan.names) != set(self.model.state_dict()):
+            raise WeightSyncError(f"the model has no {plan.names[0]}")
 
     def _note(self, what: str) -> None:
         self.call_log.append((self.name, what))
