@@ -33,7 +33,7 @@ def read_evaluations(path: Path) -> list[EvaluationResult]:
 def evaluation_line(evaluation: EvaluationResult) -> str:
     """An evaluation in one line, with the means of a mixture's environments, and how many episodes failed."""
     e = evaluation
-    line = f"{name_of(e)}: reward {e.reward_mean:.3f} ± {e.reward_stderr:.3f} over {e.tasks} held-out tasks"
+    line = f"{name_of(e)}: reward {reward_text(e)} over {e.tasks} held-out task{'s' * (e.tasks != 1)}"
     if e.environments:
         means = ((name, row.reward_mean) for name, row in e.environments.items())
         line += f" ({', '.join(f'{name} {reward(value)}' for name, value in means)})"
@@ -53,6 +53,12 @@ def of_policy(rows: Iterable[Row]) -> list[Row]:
 def name_of(evaluation: EvaluationResult) -> str:
     """`step 20`, or with a suite `step 20, math`."""
     return f"{evaluation.label}, {evaluation.suite}" if evaluation.suite else evaluation.label
+
+
+def reward_text(evaluation: EvaluationResult) -> str:
+    """`0.500 ± 0.044`, or `1.000` of one task, which says nothing of others."""
+    error = f" ± {evaluation.reward_stderr:.3f}" if evaluation.tasks > 1 else ""
+    return f"{evaluation.reward_mean:.3f}{error}"
 
 
 def pass_text(evaluation: EvaluationScore) -> str:

@@ -109,7 +109,7 @@ def _different(one: Config, other: Config) -> set[str]:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    from ...monitor.series import pass_text
+    from ...monitor.series import pass_text, reward_text
 
     with contextlib.ExitStack() as stack:
         if is_folder(options.config):
@@ -135,7 +135,7 @@ def evaluate(options: argparse.Namespace) -> int:
         outcomes = ", ".join(f"{n} {name}" for name, n in result.outcomes.items())
         chances = f"; {pass_text(result)}" if result.samples > 1 else ""
         print_line(
-            f"{what}{f', {result.suite}' if result.suite else ''}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} "
-            f"over {result.tasks} tasks ({outcomes}) in {result.seconds:.1f} s{chances}"
+            f"{what}{f', {result.suite}' if result.suite else ''}: reward {reward_text(result)} "
+            f"over {result.tasks} task{'s' * (result.tasks != 1)} ({outcomes}) in {result.seconds:.1f} s{chances}"
         )
     return 0
