@@ -69,9 +69,8 @@ def group_problems(config: Config) -> Iterator[str]:
         )
     if buffer.group_size == 1 and buffer.filter not in ("none", "untruncated"):
         yield f"buffer.filter={buffer.filter} with buffer.group_size=1: there is one to choose; allowed are none and untruncated"
-    pairs = isinstance(algorithm.advantage, NoAdvantage) and isinstance(
-        algorithm.loss, Dpo
-    )  # equal rewards are no pair
+    # Of equal rewards there is no pair.
+    pairs = isinstance(algorithm.advantage, NoAdvantage) and isinstance(algorithm.loss, Dpo)
     if buffer.dynamic_sampling and not (isinstance(algorithm.advantage, REFILLABLE) or pairs):
         kinds = ", ".join(str(section.__struct_config__.tag) for section in REFILLABLE)
         yield (

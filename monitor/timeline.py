@@ -149,15 +149,18 @@ class FolderFollower:
     def __init__(self, folder: Path, role: str = "*") -> None:
         self._folder, self._role = folder, role
         self._files: dict[str, LineFollower] = {}
+        self._began: dict[tuple[str, str], float] = {}  # by role and pid
 
     def lines(self) -> Iterator[tuple[str, str, bytes]]:
         """(role, pid, line) of what was added since the last look, process by process, the oldest first. Raises OSError."""
-        began: dict[tuple[str, str], float] = {}
+        began: dict[tuple[str, str], float] = {}  # of processes that are new
         for path in self._folder.glob(f"{self._role}.*{FILE}"):
             role, _, pid = path.name.removesuffix(OLD).removesuffix(FILE).partition(".")
-            with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
-                began[role, pid] = min(_begin(path), began.get((role, pid), math.inf))
-        for role, pid in sorted(began, key=lambda one: (one[0], began[one])):
+            if (role, pid) not in self._began:
+                with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
+                    began[role, pid] = min(_begin(path), began.get((role, pid), math.inf))
+        self._began |= began
+        for role, pid in sorted(self._began, key=lambda one: (one[0], self._began[one])):
             name = f"{role}.{pid}"
             if name not in self._files:
                 self._files[name] = LineFollower(self._folder / (name + FILE), self._folder / (name + OLD))

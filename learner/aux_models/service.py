@@ -56,7 +56,7 @@ class AuxModelService:
                     reply = self._handle(request.message)
                     if not isinstance(reply, Future):
                         return reply
-                    writing.create_task(_reply_when_written(server, request, reply), name="checkpoint")
+                    writing.create_task(server.answer(request, lambda _: _when_written(reply)), name="checkpoint")
                     return None
 
                 await server.serve(handle, "the learner's next request")
@@ -80,8 +80,6 @@ class AuxModelService:
         return m.AuxModelDone()
 
 
-async def _reply_when_written(
-    server: RpcServer[m.Request], request: RpcRequest[m.Request], written: Future[None]
-) -> None:
+async def _when_written(written: Future[None]) -> m.AuxModelDone:
     await asyncio.wrap_future(written)
-    server.reply(request.identity, request.number, m.AuxModelDone())
+    return m.AuxModelDone()
