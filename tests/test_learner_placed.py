@@ -144,7 +144,7 @@ async def serving(
     finally:
         placed.close()
         service.cancel()
-        await asyncio.wait({service})
+        assert (await asyncio.wait({service}, timeout=30))[0], "the rank goes on"
 
 
 async def test_nonsense_and_strangers_change_nothing(
@@ -165,19 +165,19 @@ async def test_nonsense_and_strangers_change_nothing(
         curve.configure_client(member, own.public, None)
         curve.configure_client(other, own.public, worker)
         other.connect(address)
-        await other.send_multipart(wire.encode(RpcMessage(1, m.LoadAuxModel("/nowhere"))))
+        await asyncio.wait_for(other.send_multipart(wire.encode(RpcMessage(1, m.LoadAuxModel("/nowhere")))), 30)
         kind = list[RpcMessage[m.Reply | RpcRefusal]]
         (refusal,) = wire.decode(kind, await asyncio.wait_for(other.recv_multipart(), 30))
         assert refusal.message == RpcRefusal("worker-0 has no right to LoadAuxModel")
         for socket in (stranger, member):
             socket.connect(address)
         good = wire.encode(RpcMessage(1, m.ComputeOutputs(m.pack(SEQUENCES))))
-        await stranger.send_multipart(good)
+        await asyncio.wait_for(stranger.send_multipart(good), 30)
         for bad in ([b"nonsense"], [*good, b"more"], wire.encode(RpcMessage(1, m.AuxModelDone()))):
-            await member.send_multipart(bad)
+            await asyncio.wait_for(member.send_multipart(bad), 30)
         outputs = await model.score(RETURNS)()
         assert len(outputs) == len(SEQUENCES.token_ids)
-        await member.send_multipart(good)
+        await asyncio.wait_for(member.send_multipart(good), 30)
         replies = [wire.decode(kind, await asyncio.wait_for(member.recv_multipart(), 30))[0].message for _ in range(3)]
         assert [type(reply) for reply in replies] == [RpcRefusal, RpcRefusal, m.RankOutputs]  # those with a number
         assert await stranger.poll(300) == 0
